@@ -1,0 +1,1 @@
+"""The default settings, the presets and the JSON Schemas."""

@@ -1,0 +1,1 @@
+"""The built-in family files, one YAML file for each model class."""

@@ -1,0 +1,172 @@
+"""The closed set of errors that slipcast raises.
+
+Every error says what was found, what was expected and what to do, and carries these as fields, so that an
+application can show them in its own words and ``--json`` can print them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_SHOWN_ITEMS = 12
+
+
+class SlipcastError(Exception):
+    """Base of all errors of this library.
+
+    Args:
+        found: what was there, as a clause ("the file ends after 12 bytes").
+        expected: what should have been there.
+        hint: what to do about it, as a sentence.
+        path: the file or folder that is meant, if one is.
+        items: names of the tensors, keys or settings concerned; the message shows the first twelve.
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str,
+        hint: str,
+        path: str | Path | None = None,
+        items: Iterable[str] = (),
+    ) -> None:
+        self.found = found
+        self.expected = expected
+        self.hint = hint
+        self.path = None if path is None else str(path)
+        self.items = tuple(items)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        where = f"{self.path}: " if self.path else ""
+        lines = [f"{where}{self.found}", f"  expected: {self.expected}", f"  to do:    {self.hint}"]
+        lines += [f"    {item}" for item in self.items[:_SHOWN_ITEMS]]
+        if len(self.items) > _SHOWN_ITEMS:
+            lines.append(f"    ... and {len(self.items) - _SHOWN_ITEMS} more")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.__dict__.copy())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The error as the JSON object that every command prints with ``--json``."""
+        return {
+            "error": type(self).__name__,
+            "found": self.found,
+            "expected": self.expected,
+            "hint": self.hint,
+            "path": self.path,
+            "items": list(self.items),
+        }
+
+
+def _rebuild(kind: type[SlipcastError], fields: dict[str, Any]) -> SlipcastError:
+    error = kind.__new__(kind)
+    error.__dict__.update(fields)
+    error.args = (str(error),)
+    return error
+
+
+class HeaderError(SlipcastError):
+    """A file is damaged, or is not the container that its name says."""
+
+
+class UnsupportedFileError(SlipcastError):
+    """A file of a kind that is refused by name: a pickle, an archive, a folder without a model."""
+
+
+class QuantisationError(SlipcastError):
+    """Scales, markers or other side tensors that fit no weight, or contradict each other."""
+
+
+class UnsupportedFormatError(SlipcastError):
+    """A quantisation format that is recognised but can't be loaded."""
+
+
+class IdentificationError(SlipcastError):
+    """No family claims the checkpoint, or more than one does."""
+
+
+class FamilyFileError(SlipcastError):
+    """A family file is wrong; ``line`` and ``field`` say where.
+
+    Args:
+        line: line of the file, from 1, or None where the whole file is meant.
+        field: dotted path of the field ("precision.fp8.storage"), or "".
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str,
+        hint: str,
+        path: str | Path | None = None,
+        items: Iterable[str] = (),
+        line: int | None = None,
+        field: str = "",
+    ) -> None:
+        self.line = line
+        self.field = field
+        place = None if path is None else str(path) + (f":{line}" if line else "")
+        super().__init__(found, expected=expected, hint=hint, path=place, items=items)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the base class does, with ``line`` and ``field``."""
+        return {**super().to_dict(), "line": self.line, "field": self.field}
+
+
+class KeyMapError(SlipcastError):
+    """A key map that is ambiguous, or does not fit the names that it is applied to.
+
+    Args:
+        where: path of the entry in the family file, for example ``("keys", "x_embedder")``.
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str,
+        hint: str,
+        path: str | Path | None = None,
+        items: Iterable[str] = (),
+        where: tuple[str | int, ...] = (),
+    ) -> None:
+        self.where = where
+        super().__init__(found, expected=expected, hint=hint, path=path, items=items)
+
+
+class ExpressionError(KeyMapError):
+    """An expression of ``config:`` or ``let:`` that can't be read or evaluated."""
+
+
+class ConfigError(SlipcastError):
+    """A folder's config.json contradicts its tensors, or a model class refuses its configuration."""
+
+
+class SettingsError(SlipcastError):
+    """A setting that is unknown, misplaced or has an impossible value."""
+
+
+class AccountingError(SlipcastError):
+    """Tensors of the file without a place in the model, parameters without a source, or shapes that differ."""
+
+
+class PlanMismatchError(SlipcastError):
+    """A saved plan that was made for another file, another family file or another version."""
+
+
+class DeviceError(SlipcastError):
+    """A device that is not there, or can't do what was asked of it."""
+
+
+class CheckError(SlipcastError):
+    """A family file that a proof of ``slipcast check`` refutes."""
+
+
+class LoadCancelled(SlipcastError):  # noqa: N818 - a caller's own wish, not a fault
+    """The caller cancelled a load; nothing of it is left."""
