@@ -90,8 +90,8 @@ class IdentificationError(SlipcastError):
     """No family claims the checkpoint, or more than one does."""
 
 
-class FamilyFileError(SlipcastError):
-    """A family file is wrong; ``line`` and ``field`` say where.
+class DocumentError(SlipcastError):
+    """A YAML or JSON document that slipcast reads is wrong; ``line`` and ``field`` say where.
 
     Args:
         line: line of the file, from 1, or None where the whole file is meant.
@@ -117,6 +117,14 @@ class FamilyFileError(SlipcastError):
     def to_dict(self) -> dict[str, Any]:
         """As the base class does, with ``line`` and ``field``."""
         return {**super().to_dict(), "line": self.line, "field": self.field}
+
+
+class FamilyFileError(DocumentError):
+    """A family file is wrong."""
+
+
+class SettingsError(DocumentError):
+    """A setting that is unknown, misplaced or has an impossible value."""
 
 
 class KeyMapError(SlipcastError):
@@ -146,10 +154,6 @@ class ExpressionError(KeyMapError):
 
 class ConfigError(SlipcastError):
     """A folder's config.json contradicts its tensors, or a model class refuses its configuration."""
-
-
-class SettingsError(SlipcastError):
-    """A setting that is unknown, misplaced or has an impossible value."""
 
 
 class AccountingError(SlipcastError):
