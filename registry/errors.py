@@ -87,7 +87,24 @@ class UnsupportedFormatError(SlipcastError):
 
 
 class IdentificationError(SlipcastError):
-    """No family claims the checkpoint, or more than one does."""
+    """No family claims the checkpoint, or more than one does.
+
+    Args:
+        candidates: ids of the families that claim it; empty where none does.
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str,
+        hint: str,
+        path: str | Path | None = None,
+        items: Iterable[str] = (),
+        candidates: tuple[str, ...] = (),
+    ) -> None:
+        self.candidates = candidates
+        super().__init__(found, expected=expected, hint=hint, path=path, items=items)
 
 
 class DocumentError(SlipcastError):

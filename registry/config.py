@@ -1,0 +1,79 @@
+"""The model class's constructor arguments: read off the header, or taken from a folder's config.json and held against it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from slipcast.registry.errors import ConfigError
+from slipcast.registry.expression import evaluate_config
+from slipcast.registry.family import Family
+from slipcast.registry.header import Header, Shape
+
+_READS_HEADER = re.compile(r"\b(size|count|has)\(")
+
+
+def infer_config(family: Family, shapes: Mapping[str, Shape], header: Header) -> Mapping[str, Any]:
+    """Constructor arguments of the family's model class.
+
+    A folder's ``config.json`` wins over what is inferred, since it also says what no tensor shows. Where the header
+    does show a value (the family's expression reads it with ``size``, ``count`` or ``has``), the two must agree.
+
+    Args:
+        family: the family that claims the header.
+        shapes: native names and logical shapes.
+        header: the header; its ``config`` is the parsed ``config.json`` or None.
+
+    Raises:
+        ConfigError: the config.json is of another class, or contradicts the tensors.
+        ExpressionError: the header lacks what an expression reads.
+    """
+    inferred = evaluate_config(family.config, family.let, shapes)
+    if header.config is None:
+        return MappingProxyType(inferred)
+    recorded = {key: value for key, value in header.config.items() if not key.startswith("_")}
+    _same_class(family, header)
+    conflicts = _conflicts(family.config, inferred, recorded)
+    if conflicts:
+        raise ConfigError(
+            "config.json contradicts the tensors beside it",
+            expected="values that agree with the tensors' shapes",
+            hint="one of the two is of another model: put the right config.json beside the weights",
+            path=header.path,
+            items=conflicts,
+        )
+    recorded.pop("quantization_config", None)
+    return MappingProxyType({**inferred, **recorded})
+
+
+def _same_class(family: Family, header: Header) -> None:
+    assert header.config is not None
+    named = header.config.get("_class_name")
+    names = [named] if named is not None else list(header.config.get("architectures") or [])
+    expected = family.model.rpartition(".")[2]
+    if names and expected not in names:
+        raise ConfigError(
+            f"config.json is of the class {names[0]}",
+            expected=f"{expected}, the class of the family {family.id}, whose tensors these are",
+            hint="put the config.json of this model beside the weights",
+            path=header.path,
+        )
+
+
+def _conflicts(expressions: Mapping[str, Any], inferred: Mapping[str, Any], recorded: Mapping[str, Any], place: str = "") -> list[str]:
+    found: list[str] = []
+    for key, expression in expressions.items():
+        if key not in recorded or key not in inferred:
+            continue
+        if isinstance(expression, Mapping):
+            if isinstance(recorded[key], Mapping):
+                found += _conflicts(expression, inferred[key], recorded[key], f"{place}{key}.")
+        elif isinstance(expression, str) and _READS_HEADER.search(expression) and _plain(inferred[key]) != _plain(recorded[key]):
+            found.append(f"{place}{key}: config.json says {recorded[key]!r}, the tensors show {inferred[key]!r}")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

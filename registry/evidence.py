@@ -1,0 +1,77 @@
+"""Evidence for and against a family: names that must be there, names that must not, and conditions on shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipcast.registry.errors import ExpressionError
+from slipcast.registry.expression import holds
+from slipcast.registry.header import Shape
+
+
+class Criteria(Protocol):
+    """What is looked for: a family's ``identify:`` or a variant."""
+
+    @property
+    def has(self) -> tuple[str, ...]:
+        """Tensors, or the beginnings of names at a dot, that must be there."""
+
+    @property
+    def hasnt(self) -> tuple[str, ...]:
+        """The same, that must not be there."""
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """Conditions on logical shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was found of some criteria.
+
+    Attributes:
+        found: names that must be there and are.
+        missing: what speaks against a claim: names not found, names that should not be there, conditions that fail.
+        absent: names that must not be there and are not.
+        held: conditions that hold.
+    """
+
+    found: tuple[str, ...]
+    missing: tuple[str, ...]
+    absent: tuple[str, ...]
+    held: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it was found."""
+        return not self.missing
+
+    @property
+    def share(self) -> float:
+        """Found positive evidence as a share of all that was asked, 0 to 1."""
+        return (len(self.found) + len(self.held)) / max(1, len(self.found) + len(self.held) + len(self.missing))
+
+
+def weigh(criteria: Criteria, shapes: Mapping[str, Shape]) -> Evidence:
+    """Hold criteria against native names and logical shapes."""
+    found = tuple(name for name in criteria.has if is_there(name, shapes))
+    present = tuple(name for name in criteria.hasnt if is_there(name, shapes))
+    missing = [name for name in criteria.has if name not in found] + [f"{name} should not be there" for name in present]
+    held: list[str] = []
+    for condition in criteria.where:
+        try:
+            true = not missing and holds(condition, shapes)
+        except ExpressionError:
+            true = False
+        if true:
+            held.append(condition)
+        else:
+            missing.append(condition)
+    return Evidence(found, tuple(missing), tuple(name for name in criteria.hasnt if name not in present), tuple(held))
+
+
+def is_there(name: str, shapes: Mapping[str, Shape]) -> bool:
+    """Whether a tensor has this name, or begins with it at a dot."""
+    return name in shapes or any(key.startswith(name + ".") for key in shapes)

@@ -1,0 +1,130 @@
+"""Which quantisation format one layer is in: a decision on its dtypes, its side tensors and what the file says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+from slipcast.registry.header import Shape, TensorInfo
+from slipcast.registry.side_tensors import BITSANDBYTES_STATE, MARKER, SECOND_SCALE, WEIGHT_SCALE
+
+FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
+FLOATS = frozenset({"F32", "F16", "BF16"})
+_MX_BLOCK = 32
+_NUNCHAKU_ROLES = frozenset({"wscales", "wtscale", "wcscales", "smooth_factor", "smooth", "wzeros"})
+_SDNQ_FLOATS = frozenset({"F32", "F16", "BF16"})
+_MARKED_FORMATS = {
+    "nvfp4": "nvfp4",
+    "mxfp8": "mxfp8",
+    "int8_tensorwise": "int8",
+    "svdquant_w4a4": "svdquant",
+    "awq_w4a16": "awq",
+    "nf4": "bnb_nf4",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFormat:
+    """The format of one weight.
+
+    Attributes:
+        name: a name of the formats' contract.
+        shape: the logical shape.
+        granularity: how far one scale reaches; None without a scale.
+        full_precision: the producer wants the layer multiplied in full precision.
+        options: what the marker says besides.
+        problems: contradictions, as clauses.
+    """
+
+    name: str
+    shape: Shape
+    granularity: Literal["tensor", "row", "block"] | None = None
+    full_precision: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+def layer_format(
+    weight: TensorInfo, sides: Mapping[str, TensorInfo], described: Mapping[str, Any], metadata: Mapping[str, str]
+) -> LayerFormat:
+    """Decide the format of one weight.
+
+    The weight's own dtype rules: a marker that contradicts it is reported and not followed, since a file marked
+    ``float8_e4m3fn`` may hold e5m2 codes.
+
+    Args:
+        weight: the tensor of values or codes.
+        sides: its side tensors by role.
+        described: what the file's metadata or the layer's marker says of it.
+        metadata: the file's metadata.
+    """
+    foreign = _foreign_format(weight, sides, metadata)
+    if foreign is not None:
+        return LayerFormat(foreign, weight.shape)
+    marked = described.get("format")
+    name = _MARKED_FORMATS.get(str(marked))
+    if name in ("svdquant", "awq", "bnb_nf4"):
+        return LayerFormat(name, weight.shape, options=described)
+    full_precision = described.get("full_precision_matrix_mult") is True
+    if weight.dtype in FLOAT8:
+        return _float8(weight, sides, name, full_precision)
+    if weight.dtype == "U8" and (SECOND_SCALE in sides or name == "nvfp4"):
+        shape = (*weight.shape[:-1], weight.shape[-1] * 2) if weight.shape else weight.shape
+        return LayerFormat("nvfp4", shape, "block", full_precision, options=_nibbles(described))
+    if weight.dtype == "I8" and WEIGHT_SCALE in sides:
+        rotated = described.get("convrot") is True
+        options = {"convrot_groupsize": described.get("convrot_groupsize", 256)} if rotated else {}
+        granularity = scale_granularity(sides[WEIGHT_SCALE].shape, weight.shape)
+        return LayerFormat("int8_convrot" if rotated else "int8", weight.shape, granularity, full_precision, options)
+    if MARKER in sides or described:
+        return LayerFormat("unknown", weight.shape, options=described, problems=(f"marked as {marked!r}, stored as {weight.dtype}",))
+    if weight.dtype in ("I8", "U8") and len(weight.shape) >= 2:
+        return LayerFormat("unknown", weight.shape, problems=(f"codes of {weight.dtype} without a scale",))
+    return LayerFormat("plain", weight.shape)
+
+
+def scale_granularity(scale: Shape, weight: Shape) -> Literal["tensor", "row", "block"]:
+    """How far one scale of a matrix reaches: all of it, one output row, or a block of a row's columns."""
+    if prod(scale) == 1:
+        return "tensor"
+    rows = weight[0] if weight else 1
+    return "row" if prod(scale) == rows and scale[0] == rows else "block"
+
+
+def _float8(weight: TensorInfo, sides: Mapping[str, TensorInfo], marked: str | None, full_precision: bool) -> LayerFormat:
+    scale = sides.get(WEIGHT_SCALE)
+    if scale is None:
+        return LayerFormat("fp8_raw", weight.shape, full_precision=full_precision)
+    if marked == "mxfp8" or scale.dtype in ("U8", "F8_E8M0"):
+        return LayerFormat("mxfp8", weight.shape, "block", full_precision)
+    if scale.dtype not in FLOATS:
+        return LayerFormat("unknown", weight.shape, problems=(f"float8 codes with a scale of {scale.dtype}",))
+    return LayerFormat("fp8_scaled", weight.shape, scale_granularity(scale.shape, weight.shape), full_precision)
+
+
+def _nibbles(described: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer that carries this metadata is in the layout of the program that writes it: swizzled, high nibble first."""
+    return {"layout": "swizzled"} if described else {}
+
+
+def _foreign_format(weight: TensorInfo, sides: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> str | None:
+    """The formats that are recognised and refused, by what only they have."""
+    leaf = weight.name.rpartition(".")[2]
+    for role in sides:
+        if role.startswith(BITSANDBYTES_STATE):
+            return "bnb_fp4" if role.endswith("fp4") else "bnb_nf4"
+    if "absmax" in sides:
+        return "bnb_nf4"
+    if "SCB" in sides:
+        return "bnb_int8"
+    if "tensor_names" in metadata and ("_weight_" in leaf or leaf.startswith("_")):
+        return "torchao"
+    if leaf == "qweight":
+        return "nunchaku" if _NUNCHAKU_ROLES & sides.keys() else "awq"
+    if leaf == "weight_packed":
+        return "compressed_tensors"
+    if "scale" in sides and sides["scale"].dtype in _SDNQ_FLOATS:
+        return "sdnq"
+    return "unknown" if leaf == "int8_weight" else None
