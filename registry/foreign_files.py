@@ -1,0 +1,94 @@
+"""Files that are no safetensors: what their names and first bytes say they are, and what to do about it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from slipcast.registry.errors import HeaderError, SlipcastError, UnsupportedFileError
+
+PICKLE_SUFFIXES = frozenset({".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pickle"})
+SNIFFED_BYTES = 512
+"""How many first bytes of a file ``foreign_content`` wants to see."""
+
+_CONVERT = (
+    "import sys, torch; from safetensors.torch import save_file; "
+    "d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); d = d.get('state_dict', d); "
+    "save_file({k: v.contiguous().clone() for k, v in d.items() if torch.is_tensor(v)}, sys.argv[2])"
+)
+_WEIGHTS = "a safetensors file, an index of one, or a folder that holds one"
+_AGAIN = "Download the file again, and compare its size with the published one."
+
+
+def foreign_name(path: Path) -> SlipcastError | None:
+    """The error that refuses ``path`` for its name alone, or None."""
+    suffix = path.suffix.lower()
+    if suffix in PICKLE_SUFFIXES:
+        return _pickle(path, f"the name ends in {suffix}, which is a Python pickle and can run code when it is loaded")
+    if suffix == ".gguf":
+        return _gguf(path)
+    return None
+
+
+def foreign_content(path: Path, first: bytes, size: int) -> SlipcastError | None:
+    """The error that says what else a file is that is no safetensors, judged by its first bytes, or None.
+
+    Args:
+        path: the file.
+        first: its first ``SNIFFED_BYTES`` bytes, or all of them.
+        size: bytes of the whole file.
+    """
+    text = first.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if not first:
+        return HeaderError("the file is empty", expected=_WEIGHTS, hint=_AGAIN, path=path)
+    if first.startswith(b"version https://git-lfs.github.com/spec/"):
+        return HeaderError(
+            "the file is a git-lfs pointer, which stands for weights that were not downloaded",
+            expected="the weights themselves",
+            hint="Run 'git lfs pull' in the repository that it came with, or download the file itself.",
+            path=path,
+        )
+    if first.startswith(b"PK\x03\x04"):
+        return _pickle(path, "the file is a zip archive, as torch.save writes it, with a pickle inside")
+    if first[:1] == b"\x80" and first[1:2] in b"\x01\x02\x03\x04\x05" and len(first) > 1:
+        return _pickle(path, "the file is a Python pickle, which can run code when it is loaded")
+    if first.startswith(b"GGUF"):
+        return _gguf(path)
+    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        return HeaderError(
+            "the file is a web page, probably an error or a login page that was saved under the model's name",
+            expected=_WEIGHTS,
+            hint="Log in or accept the model's licence where it is published, then download the file again.",
+            path=path,
+        )
+    if text.startswith((b"{", b"[")):
+        return HeaderError(
+            "the file is JSON text",
+            expected=_WEIGHTS,
+            hint="Name the weights themselves, or an index whose name ends in .safetensors.index.json.",
+            path=path,
+        )
+    if not first.strip(b"\0"):
+        return HeaderError(
+            f"the file begins with {len(first)} zero bytes",
+            expected="the length of a header, then the header",
+            hint=f"An interrupted download leaves such a file of {size} bytes. {_AGAIN}",
+            path=path,
+        )
+    return None
+
+
+def _pickle(path: Path, found: str) -> UnsupportedFileError:
+    command = shlex.join(["python", "-c", _CONVERT, path.name, f"{path.stem}.safetensors"])
+    return UnsupportedFileError(
+        found,
+        expected=_WEIGHTS,
+        hint=f"Convert it, which loads tensors only and runs no code of the file: {command}",
+        path=path,
+    )
+
+
+def _gguf(path: Path) -> UnsupportedFileError:
+    return UnsupportedFileError(
+        "GGUF is not supported yet", expected=_WEIGHTS, hint="Use the model's safetensors file.", path=path
+    )

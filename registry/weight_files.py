@@ -1,0 +1,88 @@
+"""Which file of a folder is the model: one file or one index, and of several variants the plain one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipcast.registry.errors import SlipcastError, UnsupportedFileError
+from slipcast.registry.foreign_files import PICKLE_SUFFIXES, foreign_name
+from slipcast.registry.sharded import index_stem, is_index_name, read_weight_map, shard_total
+from slipcast.registry.untrusted_files import list_folder
+
+_SUFFIX = ".safetensors"
+_FOREIGN_SUFFIXES = PICKLE_SUFFIXES | {".gguf"}
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder holds weights of any kind, those that are refused included.
+
+    Raises:
+        HeaderError: the folder may not be read.
+    """
+    return any(_is_weights(name) or _is_foreign(name) for name in list_folder(folder))
+
+
+def choose_weights(folder: Path, names: list[str], limit_mib: int) -> str:
+    """The name of the one file or index in ``folder`` that stands for its model.
+
+    Files that an index lists belong to it. Where ``a`` and ``a.fp16`` are there, ``a.fp16`` is a variant of ``a``.
+
+    Args:
+        folder: the folder.
+        names: the names in it.
+        limit_mib: the longest index that is read.
+
+    Raises:
+        UnsupportedFileError: there is no model, more than one, only pickles, or shards without an index.
+        HeaderError: an index can't be read.
+    """
+    indexes = [name for name in names if is_index_name(name)]
+    files = [name for name in names if name.lower().endswith(_SUFFIX)]
+    listed = {shard for index in indexes for shard in read_weight_map(folder / index, limit_mib=limit_mib).values()}
+    single = [name for name in files if shard_total(name) <= 1 and name not in listed]
+    models = [(index_stem(name), name) for name in indexes] + [(name[: -len(_SUFFIX)], name) for name in single]
+    stems = {stem for stem, _ in models}
+    plain = [name for stem, name in models if not _is_variant(stem, stems)]
+    if len(plain) == 1:
+        return plain[0]
+    raise _no_choice(folder, names, files, plain)
+
+
+def _is_variant(stem: str, stems: set[str]) -> bool:
+    base, dot, _ = stem.rpartition(".")
+    return bool(dot) and base in stems
+
+
+def _is_weights(name: str) -> bool:
+    return name.lower().endswith(_SUFFIX) or is_index_name(name)
+
+
+def _is_foreign(name: str) -> bool:
+    return Path(name).suffix.lower() in _FOREIGN_SUFFIXES
+
+
+def _no_choice(folder: Path, names: list[str], files: list[str], plain: list[str]) -> SlipcastError:
+    if plain:
+        return UnsupportedFileError(
+            f"the folder holds {len(plain)} models",
+            expected="one safetensors file, or one index with its shards",
+            hint="Name the file that you mean.",
+            path=folder,
+            items=plain,
+        )
+    if files:
+        return UnsupportedFileError(
+            f"the folder holds {len(files)} shards of a model without their index",
+            expected="a file whose name ends in .safetensors.index.json beside the shards",
+            hint="Download the index from where the shards come from.",
+            path=folder,
+            items=files,
+        )
+    foreign = [name for name in names if _is_foreign(name)]
+    refused = foreign_name(folder / foreign[0]) if foreign else None
+    return refused or UnsupportedFileError(
+        "the folder holds no model",
+        expected="a safetensors file, an index with its shards, or a model_index.json with the components' folders",
+        hint="Name the folder or the file with the weights.",
+        path=folder,
+    )
