@@ -113,11 +113,7 @@ def _read_folder(folder: Path, limit_mib: int) -> Header:
 
 def _read_pipeline(folder: Path, limit_mib: int) -> Checkpoint:
     classes = _classes(read_json_object(folder / _PIPELINE, limit_mib=_CONFIG_LIMIT_MIB))
-    components = [
-        name
-        for name in list_folder(folder)
-        if name in classes and (folder / name).is_dir() and holds_weights(folder / name)
-    ]
+    components = [name for name in list_folder(folder) if name in classes and _is_component(folder / name)]
     if not components:
         raise UnsupportedFileError(
             f"none of the components that {_PIPELINE} names has weights in this folder",
@@ -128,6 +124,10 @@ def _read_pipeline(folder: Path, limit_mib: int) -> Checkpoint:
         )
     headers = {name: _read_folder(folder / name, limit_mib) for name in components}
     return Checkpoint(folder, MappingProxyType(headers), MappingProxyType(classes))
+
+
+def _is_component(folder: Path) -> bool:
+    return stat.S_ISDIR(status_of(folder).st_mode) and holds_weights(folder)
 
 
 def _classes(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

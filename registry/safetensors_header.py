@@ -29,8 +29,8 @@ _WRITTEN_BADLY = "The program that wrote the file is faulty, or the file is dama
 def read_safetensors(path: Path, *, limit_mib: int = 100) -> Header:
     """The header of one safetensors file, with every byte range counted from the beginning of the file.
 
-    Accepts nothing that the safetensors library refuses; names that stand twice, which that library lets pass, are
-    refused as the format's description says.
+    Accepts nothing that the safetensors library refuses, but for headers of more than its 100 MB; names that stand
+    twice, which that library lets pass, are refused as the format's description says.
 
     Args:
         path: the file.

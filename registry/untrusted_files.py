@@ -20,6 +20,7 @@ from slipcast.registry.errors import HeaderError, UnsupportedFileError
 from slipcast.registry.foreign_files import SNIFFED_BYTES, foreign_content
 
 _MIB = 1 << 20
+_MOST_LEVELS = 32
 _LONGEST_INTEGER = 19
 """Digits of the longest integers that are read as such: what they could count fits 63 bits."""
 
@@ -74,8 +75,8 @@ def read_json_object(path: Path, *, limit_mib: int) -> dict[str, Any]:
     """A JSON file whose outermost value is an object.
 
     Raises:
-        HeaderError: the file is unreadable, larger than ``limit_mib``, no strict JSON (see ``parse_json_object``), or
-            something else altogether.
+        HeaderError: the file is unreadable, larger than ``limit_mib``, nested more than 32 levels deep, no strict JSON
+            (see ``parse_json_object``), or something else altogether.
     """
     with open_regular(path) as (file, size):
         if size > limit_mib * _MIB:
@@ -89,7 +90,10 @@ def read_json_object(path: Path, *, limit_mib: int) -> dict[str, Any]:
     foreign = None if raw.lstrip().startswith(b"{") else foreign_content(path, raw[:SNIFFED_BYTES], size)
     if foreign is not None:
         raise foreign
-    return parse_json_object(raw, path, what="the JSON file")
+    value = parse_json_object(raw, path, what="the JSON file")
+    if _is_deeper(value, _MOST_LEVELS):
+        raise _damaged(path, f"the JSON file is nested more than {_MOST_LEVELS} levels deep")
+    return value
 
 
 def parse_json_object(raw: bytes, path: Path, *, what: str) -> dict[str, Any]:
@@ -131,6 +135,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         raise DuplicateNameError(Counter(name for name, _ in pairs).most_common(1)[0][0])
     return value
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    members = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(member, levels - 1) for member in members)
 
 
 def _no_constant(name: str) -> None:

@@ -166,6 +166,7 @@ def _write_values(file: BinaryIO, name: str, dtype: str, shape: tuple[int, ...],
     count = prod(shape)
     leaf = name.rsplit(".", 1)[-1]
     is_scale = "scale" in leaf and leaf != "scale"
+    values: Any
     if dtype == "BOOL":
         values = random.integers(0, 2, count, dtype=np.uint8)
     elif is_scale and dtype in ("U8", "F8_E8M0"):  # exponents with a bias of 127
