@@ -85,10 +85,14 @@ class _Node:
 
 
 class RuleTree:
-    """The places in the model of all rules, ready to be matched with names. It is never changed once it is made."""
+    """The places in the model of all rules, ready to be matched with names.
+
+    Nothing of it changes once it is made, but that it remembers which of several rules wins.
+    """
 
     def __init__(self, rules: tuple[Rule, ...]) -> None:
         self._rules = rules
+        self._winners: dict[tuple[TermId, ...], TermId | None] = {}
         self._root = _State()
         self._depth = 0
         for number, rule in enumerate(rules):
@@ -156,6 +160,11 @@ class RuleTree:
         return Match(winner, terms, tuple(sorted(holes)), files, length)
 
     def _winner(self, terms: tuple[TermId, ...]) -> TermId | None:
+        if terms not in self._winners:
+            self._winners[terms] = self._most_special(terms)
+        return self._winners[terms]
+
+    def _most_special(self, terms: tuple[TermId, ...]) -> TermId | None:
         places = {term: self._rules[term[0]].terms[term[1]].place for term in terms}
         for term, place in places.items():
             if all(
