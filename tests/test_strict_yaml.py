@@ -8,6 +8,7 @@ import json
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -212,17 +213,18 @@ def test_json_is_read_as_json_reads_it(value: object) -> None:
 
 def test_documents_and_frozen_mappings_can_not_be_changed_but_be_copied() -> None:
     document = parse_yaml("a: 1\n")
+    frozen: Any = document
     with pytest.raises(dataclasses.FrozenInstanceError):
-        document.data = {}  # type: ignore[misc]
+        frozen.data = {}
     with pytest.raises(TypeError):
-        document.lines["b",] = 2  # type: ignore[index]
+        frozen.lines["b",] = 2
     assert pickle.loads(pickle.dumps(document)) == document
     assert copy.deepcopy(document.lines) == document.lines
     source = {"a": 1}
-    frozen = FrozenMapping(source)
+    copied = FrozenMapping(source)
     source["b"] = 2
-    assert frozen == {"a": 1}
-    assert repr(frozen) == "FrozenMapping({'a': 1})"
+    assert copied == {"a": 1}
+    assert repr(copied) == "FrozenMapping({'a': 1})"
 
 
 def test_errors_are_of_the_class_that_was_asked_for() -> None:

@@ -1,0 +1,337 @@
+"""What a family file says, as frozen models; the descriptions are what editors show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    JsonValue,
+    PlainSerializer,
+    PrivateAttr,
+    Strict,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.validation import did_you_mean, mistake, nearest, shown
+from typing_extensions import TypeAliasType
+
+if TYPE_CHECKING:
+    from slipcast.registry.keymap.key_map import KeyMap
+
+SCHEMA = 1
+ROLES = (
+    "time_embedding",
+    "text_embedding",
+    "modulation",
+    "input_projection",
+    "output_projection",
+    "norm",
+    "positional_embedding",
+    "head",
+    "other",
+)
+
+Item = TypeVar("Item")
+Several = Annotated[tuple[Item, ...], Strict(False)]
+_Frozen = (AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, Any]))
+Named = Annotated[Mapping[str, Item], *_Frozen]
+
+_ID = r"[a-z0-9]+([.-][a-z0-9]+)*"
+_CLASS = r"(diffusers|transformers)\.[A-Z][A-Za-z0-9_]*"
+Text = Annotated[str, StringConstraints(min_length=1)]
+Id = Annotated[str, StringConstraints(pattern=f"^{_ID}$")]
+ClassName = Annotated[str, StringConstraints(pattern=f"^{_CLASS}$")]
+IdOrClass = Annotated[str, StringConstraints(pattern=f"^({_ID}|{_CLASS})$")]
+FileStem = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Word = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+KeyEntry = TypeAliasType("KeyEntry", Text | int | Mapping[str, "KeyEntry"])  # type: ignore[misc]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Evidence(_Section):
+    """What speaks for a family or a variant, in the file's native names and logical shapes."""
+
+    has: Several[Text] = ()
+    """Tensors, or beginnings of names up to a dot, that must be there."""
+
+    hasnt: Several[Text] = ()
+    """Tensors, or beginnings of names up to a dot, that must not be there."""
+
+    where: Several[Text] = ()
+    """Conditions on shapes that must hold, for example `size(x_embedder.weight, 0) == 3840`."""
+
+
+class Identify(Evidence):
+    """By what the family is recognised. No other family may claim a file that this one claims."""
+
+    has: Several[Text] = Field(min_length=1)
+    """Tensors, or beginnings of names up to a dot, that must be there; at least one a name that `keys` changes."""
+
+
+class Variant(Evidence):
+    """One variant of the family. What tensors show goes before a word in the file's name, that before the default."""
+
+    guess_from_filename: Several[Text] = ()
+    """Words whose occurrence in the file's name, in any case, suggests this variant. Reported as a guess."""
+
+    default: bool = False
+    """Whether this variant is assumed where nothing shows or suggests one. Reported as a guess."""
+
+    @model_validator(mode="after")
+    def _can_be_chosen(self) -> Variant:
+        if not (self.has or self.hasnt or self.where or self.guess_from_filename or self.default):
+            raise mistake(
+                "a variant that nothing chooses",
+                "has, hasnt, where, guess_from_filename or default",
+                "say by what it is recognised, or remove it",
+            )
+        return self
+
+
+class Support(_Section):
+    """Whether a family can do something: `supported`, `{not_applicable: why}` or `{unsupported: why}`."""
+
+    status: Literal["supported", "not_applicable", "unsupported"]
+    """Not applicable: it would make no sense for these models. Unsupported: it might, but does not work."""
+
+    reason: str = ""
+    """Why not; empty where it is supported."""
+
+    @property
+    def supported(self) -> bool:
+        """Whether it can be done."""
+        return self.status == "supported"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_yaml(cls, value: Any) -> Any:
+        if value == "supported":
+            return {"status": value}
+        if isinstance(value, Mapping) and len(value) == 1:
+            status, reason = next(iter(value.items()))
+            if status in ("not_applicable", "unsupported") and isinstance(reason, str) and reason:
+                return {"status": status, "reason": reason}
+        raise mistake(
+            f"{shown(value)} in place of a statement about fp8",
+            "supported, {not_applicable: why} or {unsupported: why}",
+            "write one of these; a reason must be given",
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        excuses = [
+            {
+                "type": "object",
+                "properties": {status: {"type": "string", "minLength": 1, "description": "Why not."}},
+                "required": [status],
+                "additionalProperties": False,
+            }
+            for status in ("not_applicable", "unsupported")
+        ]
+        return {"description": cls.__doc__, "oneOf": [{"const": "supported"}, *excuses]}
+
+
+class Fp8(_Section):
+    """What float8_e4m3fn does to the family."""
+
+    storage: Support
+    """Whether weights may be kept in float8 with a float32 scale per output row, and used in the compute dtype."""
+
+    compute: Support
+    """Whether products may be made on float8 tensor cores."""
+
+    activation_scale: Literal["row", "tensor"] = "row"
+    """What one scale of the activations spans in float8 products: a row (one token) or the whole tensor."""
+
+
+class Precision(_Section):
+    """In which dtypes the family is stored and computed."""
+
+    compute: Literal["checkpoint", "bfloat16", "float16", "float32"] = "checkpoint"
+    """Where the compute dtype comes from: the file's own unquantised weights, or one dtype for all files."""
+
+    compute_default: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """The compute dtype where the file shows none, as one whose weights are all in float8."""
+
+    fp16: Literal["safe", "unsafe"]
+    """`unsafe` where activations overflow in float16; it is then promoted to float32."""
+
+    keep: Annotated[Mapping[Word, Several[Text]], *_Frozen] = Field(default_factory=FrozenMapping)
+    """Modules that are never stored in float8, by role, in the model's names: `{time_embedding: [t_embedder]}`."""
+
+    keep_fp32: Several[Text] = ()
+    """Modules that stay in float32, in the model's names."""
+
+    fp8: Fp8
+    """What float8 does to the family. Never left out: where it does not work, say why."""
+
+    @field_validator("keep")
+    @classmethod
+    def _roles_are_spelt_right(cls, keep: Mapping[str, Any]) -> Mapping[str, Any]:
+        for role in keep:
+            near = nearest(role, ROLES, likeness=0.8)
+            if near not in (role, None):
+                raise mistake(
+                    f"the role {role!r}", f"one of {', '.join(ROLES)}, or another word", f"did you mean {near!r}?"
+                )
+        return keep
+
+
+class Blocks(_Section):
+    """The repeated blocks of a model."""
+
+    blocks: Several[Text] = Field(min_length=1)
+    """Under `compile`: the blocks' classes. Under `offload`: the module lists that hold them, in the model's names."""
+
+
+class Runtime(_Section):
+    """How the model is best run."""
+
+    compile: Blocks | None = None
+    """The classes of blocks that are compiled one by one, since they repeat."""
+
+    offload: Blocks | None = None
+    """The lists of blocks that are moved to the device one by one where memory is short."""
+
+    activation_bytes_per_token: float | None = Field(default=None, ge=0)
+    """Measured peak of activations in bytes for each token of the sequence; left out where nobody measured it."""
+
+
+class Expect(_Section):
+    """What a recorded header must be recognised as."""
+
+    layout: Literal["native", "diffusers"] | None = None
+    """Whose names it bears; left out where the family's names and the model's are the same."""
+
+    format: Word
+    """The format of its quantised weights (`fp8_scaled`, `nvfp4`, ...), or `plain` where it has none."""
+
+    variant: str | None = None
+    """The variant that must be chosen; left out where it doesn't matter."""
+
+
+class Example(_Section):
+    """A recorded header; this family must claim it, and no other may."""
+
+    header: FileStem
+    """Name of a file in tests/data/headers, without `.json`."""
+
+    expect: Expect
+    """What the header must be recognised as."""
+
+
+class Family(_Section):
+    """One model class, and everything that is particular to the checkpoints that hold it."""
+
+    schema_version: int = Field(alias="schema")
+    """Version of the language of family files: 1."""
+
+    id: Id
+    """Short name for commands and settings; the file must be called `id.yaml`."""
+
+    title: Text
+    """The family's name as people write it."""
+
+    kind: Literal["denoiser", "text_encoder", "vae", "controlnet"]
+    """What part of a pipeline it is. A denoiser lies at the top, others in `text_encoders`, `vaes` or `controlnets`."""
+
+    model: ClassName
+    """The class that is built, `diffusers.Name` or `transformers.Name`."""
+
+    extends: Id | None = None
+    """A family to start from, which must not extend another. Entries of `let`, `config`, `keys` and `drop` join its
+    entries or replace them; any other field that is given replaces its field whole."""
+
+    prefixes: Several[str] = Field(default=("",), min_length=1)
+    """What may stand before every name in a file, for example `model.diffusion_model.`; tried from long to short."""
+
+    identify: Identify
+    """By what the family is recognised."""
+
+    variants: Named[Variant] = Field(default_factory=FrozenMapping)
+    """Variants of the family that share this file."""
+
+    let: Named[JsonValue] = Field(default_factory=FrozenMapping)
+    """Helper values for `config`, in the same language; later ones may use earlier ones."""
+
+    config: Named[JsonValue] = Field(default_factory=FrozenMapping)
+    """Constructor arguments of the model class: constants, or expressions over the header's native names and shapes."""
+
+    keys: Named[KeyEntry] = Field(default_factory=FrozenMapping)
+    """The key map: name in the file, and what it is in the model's names. What has no entry keeps its name."""
+
+    drop: Named[Text] = Field(default_factory=FrozenMapping)
+    """Tensors of the file that no model needs, each with the reason. They need not occur."""
+
+    contains: Named[Id] = Field(default_factory=FrozenMapping)
+    """Parts of the file that another family describes: beginning of their names, and that family's id."""
+
+    precision: Precision
+    """In which dtypes the family is stored and computed."""
+
+    runtime: Runtime = Field(default_factory=Runtime)
+    """How the model is best run."""
+
+    companions: Named[IdOrClass] = Field(default_factory=FrozenMapping)
+    """What a pipeline needs beside this model, by role: a family's id or a class."""
+
+    examples: Several[Example] = ()
+    """Recorded headers that this family must claim, and no other."""
+
+    _key_map: KeyMap = PrivateAttr()
+    _source: str = PrivateAttr(default="")
+    _digest: str = PrivateAttr(default="")
+
+    @property
+    def key_map(self) -> KeyMap:
+        """The parsed key map."""
+        return self._key_map
+
+    @property
+    def source(self) -> str:
+        """The file that the family was read from; of a built-in family its name inside the package."""
+        return self._source
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, of what the file says, comments and spelling aside."""
+        return self._digest
+
+    def read_from(self, source: str, digest: str, key_map: KeyMap) -> Family:
+        """This family with what reading its file adds to what the file says."""
+        family = self.model_copy()
+        family._source, family._digest, family._key_map = source, digest, key_map
+        return family
+
+    @field_validator("variants")
+    @classmethod
+    def _one_default(cls, variants: Mapping[str, Variant]) -> Mapping[str, Variant]:
+        defaults = [name for name, variant in variants.items() if variant.default]
+        if len(defaults) > 1:
+            raise mistake(f"{len(defaults)} default variants: {', '.join(defaults)}", "at most one", "choose one")
+        return variants
+
+    @model_validator(mode="after")
+    def _examples_name_variants(self) -> Family:
+        for example in self.examples:
+            variant = example.expect.variant
+            if variant is not None and variant not in self.variants:
+                raise mistake(
+                    f"the example {example.header} expects a variant {variant!r}",
+                    f"one of {', '.join(self.variants) or 'no variants'}",
+                    did_you_mean(variant, self.variants, "correct the example, or add the variant"),
+                )
+        return self
