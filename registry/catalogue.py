@@ -59,8 +59,10 @@ def load_catalogue(folders: Iterable[str | Path] = ()) -> Catalogue:
 
 @cache
 def _builtin() -> Catalogue:
+    """The built-in families. Their key maps are linted by the tests, not on every start."""
     known = _by_id(_builtin_files())
-    return _checked({file.stem: build_family(file, _base(file, known)) for file in known.values()}, known)
+    families = {file.stem: build_family(file, _base(file, known), linted=True) for file in known.values()}
+    return _checked(families, known)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from slipcast.registry.errors import FamilyFileError, KeyMapError
 from slipcast.registry.expression import check_config, parse_condition
 from slipcast.registry.family import SCHEMA, Family
 from slipcast.registry.keymap.key_map import KeyMap
+from slipcast.registry.keymap.lint import Finding, lint
 from slipcast.registry.strict_yaml import Document, Where, dotted, load_yaml
 from slipcast.registry.validation import Place, shown, validate
 
@@ -74,12 +75,13 @@ def read_family_file(path: Path, *, source: str | None = None, folder: str | Non
     return file
 
 
-def build_family(file: FamilyFile, base: FamilyFile | None = None) -> Family:
+def build_family(file: FamilyFile, base: FamilyFile | None = None, *, linted: bool = False) -> Family:
     """The family that a file describes.
 
     Args:
         file: the file.
         base: the file of the family that it extends, if it does.
+        linted: the key map is known to have no faults; looking for them takes longer than all the rest.
 
     Raises:
         FamilyFileError: with the file, line and field of what is wrong.
@@ -99,16 +101,10 @@ def build_family(file: FamilyFile, base: FamilyFile | None = None) -> Family:
         _check_expressions(family)
         key_map = KeyMap.parse(data.get("keys", {}), data.get("drop", {}), data.get("contains", {}))
     except KeyMapError as problem:
-        place = locate(problem.where)
-        raise FamilyFileError(
-            problem.found,
-            expected=problem.expected,
-            hint=problem.hint,
-            items=problem.items,
-            path=place.path,
-            line=place.line,
-            field=dotted(problem.where),
-        ) from problem
+        raise _placed(problem, locate) from problem
+    findings = () if linted else lint(key_map)
+    if findings:
+        raise _placed(_linted(findings), locate)
     return family.read_from(file.source, digest(data), key_map)
 
 
@@ -119,6 +115,29 @@ def digest(data: Mapping[str, Any]) -> str:
     """
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _placed(problem: KeyMapError, locate: Callable[[Where], Place]) -> FamilyFileError:
+    place = locate(problem.where)
+    return FamilyFileError(
+        problem.found,
+        expected=problem.expected,
+        hint=problem.hint,
+        items=problem.items,
+        path=place.path,
+        line=place.line,
+        field=dotted(problem.where),
+    )
+
+
+def _linted(findings: Sequence[Finding]) -> KeyMapError:
+    return KeyMapError(
+        findings[0].message,
+        expected="a key map that can be read both ways",
+        hint="see what the message says of the entry",
+        where=findings[0].where,
+        items=[f"{dotted(finding.where)}: {finding.message}" for finding in findings[1:]],
+    )
 
 
 def _join(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
