@@ -62,7 +62,9 @@ def _same_class(family: Family, header: Header) -> None:
         )
 
 
-def _conflicts(expressions: Mapping[str, Any], inferred: Mapping[str, Any], recorded: Mapping[str, Any], place: str = "") -> list[str]:
+def _conflicts(
+    expressions: Mapping[str, Any], inferred: Mapping[str, Any], recorded: Mapping[str, Any], place: str = ""
+) -> list[str]:
     found: list[str] = []
     for key, expression in expressions.items():
         if key not in recorded or key not in inferred:
@@ -70,7 +72,11 @@ def _conflicts(expressions: Mapping[str, Any], inferred: Mapping[str, Any], reco
         if isinstance(expression, Mapping):
             if isinstance(recorded[key], Mapping):
                 found += _conflicts(expression, inferred[key], recorded[key], f"{place}{key}.")
-        elif isinstance(expression, str) and _READS_HEADER.search(expression) and _plain(inferred[key]) != _plain(recorded[key]):
+        elif (
+            isinstance(expression, str)
+            and _READS_HEADER.search(expression)
+            and _plain(inferred[key]) != _plain(recorded[key])
+        ):
             found.append(f"{place}{key}: config.json says {recorded[key]!r}, the tensors show {inferred[key]!r}")
     return found
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from slipcast.registry.config import infer_config
 from slipcast.registry.errors import IdentificationError
+from slipcast.registry.evidence import Evidence, weigh
 from slipcast.registry.family import Family, Variant
 from slipcast.registry.header import Checkpoint, Header, Shape
 from slipcast.registry.quantisation import Bundle, Bundles, assemble, count_formats
-from slipcast.registry.evidence import Evidence, weigh
 
 Layout = Literal["native", "diffusers"]
 
@@ -68,7 +68,9 @@ class Answer:
     shapes: Mapping[str, Shape] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def identify(checkpoint: Checkpoint, catalogue: Mapping[str, Family], *, family: str | None = None) -> tuple[Match, ...]:
+def identify(
+    checkpoint: Checkpoint, catalogue: Mapping[str, Family], *, family: str | None = None
+) -> tuple[Match, ...]:
     """Find the models that a checkpoint holds.
 
     Args:
@@ -99,7 +101,9 @@ def identify(checkpoint: Checkpoint, catalogue: Mapping[str, Family], *, family:
 def ask(header: Header, bundles: Bundles, catalogue: Mapping[str, Family]) -> tuple[Answer, ...]:
     """Every family's answer to a header, the one that found most of its evidence first."""
     answers = [_best_answer(bundles.weights, family) for family in catalogue.values()]
-    return tuple(sorted(answers, key=lambda answer: (not answer.evidence.complete, -answer.evidence.share, answer.family.id)))
+    return tuple(
+        sorted(answers, key=lambda answer: (not answer.evidence.complete, -answer.evidence.share, answer.family.id))
+    )
 
 
 def _identify_header(header: Header, component: str, bundles: Bundles, catalogue: Mapping[str, Family]) -> Match:
@@ -131,14 +135,24 @@ def _best_answer(weights: Mapping[str, Bundle], family: Family) -> Answer:
 def _match(header: Header, component: str, bundles: Bundles, claim: Answer) -> Match:
     family, prefix = claim.family, claim.prefix
     variant, reason, guessed = choose_variant(family.variants, claim.shapes, header.path)
-    seen = [f"{name} {list(claim.shapes[name])}" if name in claim.shapes else f"{name}.*" for name in claim.evidence.found]
-    evidence = [f"found {what}" for what in seen] + [f"no {name}" for name in claim.evidence.absent] + list(claim.evidence.held)
+    seen = [
+        f"{name} {list(claim.shapes[name])}" if name in claim.shapes else f"{name}.*" for name in claim.evidence.found
+    ]
+    evidence = (
+        [f"found {what}" for what in seen]
+        + [f"no {name}" for name in claim.evidence.absent]
+        + list(claim.evidence.held)
+    )
     if prefix:
         evidence.append(f"under the prefix {prefix}")
     if variant is not None and not guessed:
         evidence.append(f"variant {variant}: {reason}")
     own = {name[len(prefix) :]: bundle for name, bundle in bundles.weights.items() if name.startswith(prefix)}
-    same_names = claim.shapes.keys() == {name: None for name in own}.keys() and claim.layout == "native" and _maps_nothing(family)
+    same_names = (
+        claim.shapes.keys() == dict.fromkeys(own).keys()
+        and claim.layout == "native"
+        and _maps_nothing(family)
+    )
     return Match(
         header=header,
         component=component,
@@ -158,7 +172,9 @@ def _maps_nothing(family: Family) -> bool:
     return not family.key_map.rules
 
 
-def choose_variant(variants: Mapping[str, Variant], shapes: Mapping[str, Shape], path: Path) -> tuple[str | None, str, bool]:
+def choose_variant(
+    variants: Mapping[str, Variant], shapes: Mapping[str, Shape], path: Path
+) -> tuple[str | None, str, bool]:
     """The variant, why, and whether it is a guess.
 
     What tensors show goes before what a file name says, and that before the default.
@@ -167,7 +183,11 @@ def choose_variant(variants: Mapping[str, Variant], shapes: Mapping[str, Shape],
         if variant.has or variant.hasnt or variant.where:
             evidence = weigh(variant, shapes)
             if evidence.complete:
-                return name, ", ".join([*evidence.found, *(f"no {absent}" for absent in evidence.absent), *evidence.held]), False
+                return (
+                    name,
+                    ", ".join([*evidence.found, *(f"no {absent}" for absent in evidence.absent), *evidence.held]),
+                    False,
+                )
     for name, variant in variants.items():
         for word in variant.guess_from_filename:
             if word.lower() in path.name.lower():
@@ -200,7 +220,11 @@ def _unidentified(
     return IdentificationError(
         f"no family claims this checkpoint{f' ({kind})' if kind else ''}: " + "; ".join(seen),
         expected="the evidence of one family"
-        + (f"; the nearest is {nearest.family.id}, under the prefix {nearest.prefix!r}, which misses:" if nearest else ""),
+        + (
+            f"; the nearest is {nearest.family.id}, under the prefix {nearest.prefix!r}, which misses:"
+            if nearest
+            else ""
+        ),
         hint="see 'slipcast explain PATH' for what each family looked for; 'slipcast new PATH --id ID' drafts a file for a new family",
         path=path,
         items=missing,
@@ -222,6 +246,9 @@ def _top_prefixes(names: Iterable[str]) -> list[str]:
 def _kind_of_stranger(names: Iterable[str]) -> str:
     """A word for what is often given in place of a model."""
     leaves = {part for name in names for part in name.split(".")}
-    if any(part.startswith(("lora_", "lokr_", "hada_")) or part in ("lora", "lora_A", "lora_B", "dora_scale") for part in leaves):
+    if any(
+        part.startswith(("lora_", "lokr_", "hada_")) or part in ("lora", "lora_A", "lora_B", "dora_scale")
+        for part in leaves
+    ):
         return "it looks like an adapter, which is loaded onto a model and is none"
     return ""

@@ -79,7 +79,9 @@ def layer_format(
         granularity = scale_granularity(sides[WEIGHT_SCALE].shape, weight.shape)
         return LayerFormat("int8_convrot" if rotated else "int8", weight.shape, granularity, full_precision, options)
     if MARKER in sides or described:
-        return LayerFormat("unknown", weight.shape, options=described, problems=(f"marked as {marked!r}, stored as {weight.dtype}",))
+        return LayerFormat(
+            "unknown", weight.shape, options=described, problems=(f"marked as {marked!r}, stored as {weight.dtype}",)
+        )
     if weight.dtype in ("I8", "U8") and len(weight.shape) >= 2:
         return LayerFormat("unknown", weight.shape, problems=(f"codes of {weight.dtype} without a scale",))
     return LayerFormat("plain", weight.shape)
@@ -93,7 +95,9 @@ def scale_granularity(scale: Shape, weight: Shape) -> Literal["tensor", "row", "
     return "row" if prod(scale) == rows and scale[0] == rows else "block"
 
 
-def _float8(weight: TensorInfo, sides: Mapping[str, TensorInfo], marked: str | None, full_precision: bool) -> LayerFormat:
+def _float8(
+    weight: TensorInfo, sides: Mapping[str, TensorInfo], marked: str | None, full_precision: bool
+) -> LayerFormat:
     scale = sides.get(WEIGHT_SCALE)
     if scale is None:
         return LayerFormat("fp8_raw", weight.shape, full_precision=full_precision)

@@ -107,7 +107,9 @@ def assemble(header: Header) -> Bundles:
         problems += [f"{name}: {problem}" for problem in format_.problems]
     problems += [f"the file's metadata describes {layer}, which has no weight" for layer in described]
     orphans = tuple(tensor for group in sides.values() for tensor in group.values())
-    orphans += tuple(tensor for bundle in found.values() for role, tensor in bundle.sides.items() if _is_foreign(role, bundle))
+    orphans += tuple(
+        tensor for bundle in found.values() for role, tensor in bundle.sides.items() if _is_foreign(role, bundle)
+    )
     return Bundles(
         weights=MappingProxyType(found),
         markers=tuple(markers),
@@ -122,7 +124,9 @@ def count_formats(bundles: Iterable[Bundle]) -> dict[str, int]:
     return dict(Counter(bundle.format for bundle in bundles).most_common())
 
 
-def _sort(header: Header) -> tuple[dict[str, dict[str, TensorInfo]], dict[str, TensorInfo], list[TensorInfo], dict[str, str]]:
+def _sort(
+    header: Header,
+) -> tuple[dict[str, dict[str, TensorInfo]], dict[str, TensorInfo], list[TensorInfo], dict[str, str]]:
     """Tell side tensors, weights, markers of whole components and ignored tensors apart, by their names."""
     quantised = {
         name.removesuffix(".weight")
@@ -158,7 +162,9 @@ def _beside_codes(name: str, header: Header) -> bool:
     return weight is not None and len(weight.shape) >= 2 and (weight.dtype in _INTEGER_CODES or weight.dtype in FLOAT8)
 
 
-def _descriptions(header: Header, sides: Mapping[str, Mapping[str, TensorInfo]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _descriptions(
+    header: Header, sides: Mapping[str, Mapping[str, TensorInfo]]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """What the file says of its layers: from its metadata, then from the marker tensor of each layer."""
     problems: list[str] = []
     described: dict[str, dict[str, Any]] = {}
@@ -167,7 +173,9 @@ def _descriptions(header: Header, sides: Mapping[str, Mapping[str, TensorInfo]])
             layers = json.loads(text)["layers"]
             described = {str(layer): dict(values) for layer, values in layers.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            problems.append(f"the metadata {LAYER_METADATA} can't be read ({type(error).__name__}); going by the tensors")
+            problems.append(
+                f"the metadata {LAYER_METADATA} can't be read ({type(error).__name__}); going by the tensors"
+            )
     for layer, group in sides.items():
         if MARKER not in group:
             continue
@@ -175,11 +183,15 @@ def _descriptions(header: Header, sides: Mapping[str, Mapping[str, TensorInfo]])
             raw = read_tensor_bytes(header, group[MARKER], limit=_MARKER_LIMIT)
             described[layer] = dict(json.loads(raw.rstrip(b"\x00")))
         except (SlipcastError, ValueError, TypeError, RecursionError) as error:
-            problems.append(f"the marker {group[MARKER].name} can't be read ({type(error).__name__}); going by the tensors")
+            problems.append(
+                f"the marker {group[MARKER].name} can't be read ({type(error).__name__}); going by the tensors"
+            )
     return {layer: {**values.pop("params", {}), **values} for layer, values in described.items()}, problems
 
 
-def _bundle(name: str, weight: TensorInfo, sides: dict[str, TensorInfo], format_: LayerFormat, full_precision: bool) -> Bundle:
+def _bundle(
+    name: str, weight: TensorInfo, sides: dict[str, TensorInfo], format_: LayerFormat, full_precision: bool
+) -> Bundle:
     return Bundle(
         name=name,
         weight=weight,
@@ -196,7 +208,9 @@ def _is_foreign(role: str, bundle: Bundle) -> bool:
     """Whether a side tensor has no meaning in its bundle's format."""
     if bundle.format in _OWN_ROLES:
         return role not in _OWN_ROLES[bundle.format]
-    return bundle.format == "plain" and (role in FOREIGN_ROLES or role in SPELLINGS or role.startswith(BITSANDBYTES_STATE))
+    return bundle.format == "plain" and (
+        role in FOREIGN_ROLES or role in SPELLINGS or role.startswith(BITSANDBYTES_STATE)
+    )
 
 
 _OWN_ROLES: Mapping[str, frozenset[str]] = {

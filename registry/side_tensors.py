@@ -80,7 +80,18 @@ FOREIGN_ROLES = MappingProxyType(
 """Side tensors of formats that are recognised and refused. Outside such a format one of them is an orphan."""
 
 AMBIGUOUS_LEAVES = frozenset(
-    {"scales", "smooth", "smooth_factor", "smooth_orig", "proj_down", "proj_up", "zero_point", "scale_2", "svd_up", "svd_down"}
+    {
+        "scales",
+        "smooth",
+        "smooth_factor",
+        "smooth_orig",
+        "proj_down",
+        "proj_up",
+        "zero_point",
+        "scale_2",
+        "svd_up",
+        "svd_down",
+    }
     | {"scale_zero_point", "zero_point_scale", "zero_point_2"}
 )
 """Leaves that an ordinary model may use as well; side tensors only beside a weight of integers or float8."""

@@ -1,1 +1,47 @@
-"""slipcast."""
+"""Loads a diffusion checkpoint, whatever form it comes in, into a ready PyTorch model.
+
+    import slipcast
+
+    transformer = slipcast.load("model.safetensors", fp8="storage").model
+
+``inspect`` says what a file is, ``plan`` what loading it would do, to the byte, and ``load`` does it. Importing this
+package imports neither torch nor diffusers; ``plan`` and ``load`` do when they are called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipcast.api import compute_dtype, inspect, load, plan
+    from slipcast.engine.plan import Plan
+    from slipcast.engine.report import Loaded, Report
+    from slipcast.registry.errors import SlipcastError
+    from slipcast.registry.inspection import Inspection
+
+__version__ = "0.1.0"
+__all__ = ["Inspection", "Loaded", "Plan", "Report", "SlipcastError", "compute_dtype", "inspect", "load", "plan"]
+
+_HOMES = {
+    "compute_dtype": "slipcast.api",
+    "inspect": "slipcast.api",
+    "load": "slipcast.api",
+    "plan": "slipcast.api",
+    "Plan": "slipcast.engine.plan",
+    "Loaded": "slipcast.engine.report",
+    "Report": "slipcast.engine.report",
+    "SlipcastError": "slipcast.registry.errors",
+    "Inspection": "slipcast.registry.inspection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

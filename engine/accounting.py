@@ -1,0 +1,250 @@
+"""Every tensor of the file in exactly one place, every tensor of the model from exactly one source, or an error that lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from slipcast.engine.plan import Fate, FileTensor, Piece
+from slipcast.registry.errors import AccountingError, QuantisationError
+from slipcast.registry.header import Shape
+from slipcast.registry.identify import Match
+from slipcast.registry.keymap.link import Link, Term
+from slipcast.registry.keymap.operations import accepts, joined_shape, native_shape
+from slipcast.registry.quantisation import Bundle
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """Where each tensor of the model comes from, and what becomes of the rest.
+
+    Attributes:
+        pieces: model name -> the pieces of the file that make it; a tied tensor without a source of its own is missing here.
+        links: the links that hold, for the way back.
+        unused: fates of the tensors of the file that no target takes.
+    """
+
+    pieces: Mapping[str, tuple[Piece, ...]]
+    links: tuple[Link, ...]
+    unused: tuple[FileTensor, ...]
+
+
+def account(
+    match: Match,
+    shapes: Mapping[str, Shape],
+    ties: Mapping[str, str],
+    *,
+    others: Sequence[Match] = (),
+    unexpected: Sequence[str] = (),
+) -> Accounts:
+    """Hold a file against a model class.
+
+    Args:
+        match: the identified model.
+        shapes: the model's parameters and persistent buffers by name, with their logical shapes.
+        ties: name -> the name of the tensor that it is the same as.
+        others: the other models found in the same file.
+        unexpected: globs of plain tensors that may be left over.
+
+    Raises:
+        QuantisationError: scales or markers that belong to no weight.
+        AccountingError: tensors left over, parameters without a source, shapes that differ.
+    """
+    _refuse_orphans(match)
+    links = model_links(match, shapes)
+    held = tuple(link for link in links if all(name in match.bundles for name in link.files))
+    missing = _missing(links, held, match.bundles, shapes, ties)
+    problems = [problem for link in held for problem in _shape_problems(link, match.bundles, shapes)]
+    used = {name for link in held for name in link.files}
+    unused, left_over = _unused(match, used, others, unexpected)
+    if missing or left_over or problems:
+        raise _unaccounted(match, missing, left_over, problems, shapes)
+    pieces = {
+        term.model: found for link in held for term, found in zip(link.terms, _pieces(link, match, shapes), strict=True)
+    }
+    return Accounts(pieces, held, unused)
+
+
+def model_links(match: Match, shapes: Mapping[str, Shape]) -> tuple[Link, ...]:
+    """The links between the file's names and the model's: the family's key map, or the identity."""
+    if match.layout == "diffusers":
+        return tuple(Link((name,), (Term(name),)) for name in shapes)
+    return match.family.key_map.links(shapes.keys(), match.bundles.keys())
+
+
+def _refuse_orphans(match: Match) -> None:
+    orphans = match.everything.orphans
+    if orphans:
+        raise QuantisationError(
+            f"{len(orphans)} scales or markers that no weight consumes",
+            expected="every scale and marker beside the weight that it belongs to, in a spelling that its format knows",
+            hint="the file is damaged, or in a format that is not known: loading it would give wrong weights",
+            path=match.header.path,
+            items=[f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in orphans],
+        )
+
+
+def _missing(
+    links: Iterable[Link],
+    held: Collection[Link],
+    bundles: Mapping[str, Bundle],
+    shapes: Mapping[str, Shape],
+    ties: Mapping[str, str],
+) -> list[str]:
+    """Model tensors without a source, unless they are tied to one that has it."""
+    sourced = {term.model for link in held for term in link.terms}
+    tied = {name for name in shapes if name in ties and ties[name] in sourced}
+    tied |= {other for name, other in ties.items() if name in sourced}
+    lines: list[str] = []
+    for link in links:
+        wanting = [term.model for term in link.terms if term.model not in sourced and term.model not in tied]
+        if wanting:
+            absent = [name for name in link.files if name not in bundles]
+            lines.append(f"missing: {' + '.join(absent)} (for {' + '.join(wanting)})")
+    return lines
+
+
+def _shape_problems(link: Link, bundles: Mapping[str, Bundle], shapes: Mapping[str, Shape]) -> list[str]:
+    """Shapes that do not fit, as lines. Fused tensors add their rows."""
+    have = _whole([bundles[name].shape for name in link.files])
+    if len(link.terms) == 1:
+        (term,) = link.terms
+        want = native_shape(term.operation, shapes[term.model])
+        fits = have is not None and accepts(term.operation, have, shapes[term.model])
+    else:
+        want = _whole([native_shape(term.operation, shapes[term.model]) for term in link.terms])
+        fits = have is not None and have == want
+    if fits:
+        return []
+    models = " + ".join(f"{term.model} {list(shapes[term.model])}" for term in link.terms)
+    return [f"shape: {' + '.join(link.files)} is {_shown(have)}, the model's {models} needs {_shown(want)}"]
+
+
+def _whole(shapes: Sequence[Shape | None]) -> Shape | None:
+    """The shape of tensors put one after another along their rows, or None where they don't fit together."""
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes):
+        return None
+    return known[0] if len(known) == 1 else joined_shape(known)
+
+
+def _shown(shape: Shape | None) -> str:
+    return "of shapes that can't be joined" if shape is None else str(list(shape))
+
+
+def _pieces(link: Link, match: Match, shapes: Mapping[str, Shape]) -> list[tuple[Piece, ...]]:
+    """The pieces of each term of a link."""
+    sources = [match.bundles[name] for name in link.files]
+    if len(sources) > 1:
+        return [tuple(_joined_pieces(sources))]
+    (source,) = sources
+    if len(link.terms) == 1:
+        (term,) = link.terms
+        if term.operation == "swap_halves":
+            return [_swapped_pieces(source.name, 0, shapes[term.model][0])]
+        return [(Piece(source=source.name, operation=term.operation),)]
+    found: list[tuple[Piece, ...]] = []
+    row = 0
+    for term in link.terms:
+        native = native_shape(term.operation, shapes[term.model])
+        assert native is not None  # the shapes fit
+        if term.operation == "swap_halves":
+            found.append(_swapped_pieces(source.name, row, native[0]))
+        else:
+            found.append((Piece(source=source.name, source_rows=(row, row + native[0]), operation=term.operation),))
+        row += native[0]
+    return found
+
+
+def _swapped_pieces(source: str, first: int, rows: int) -> tuple[Piece, Piece]:
+    """The two halves of some rows, each going to where the other was."""
+    half = rows // 2
+    return (
+        Piece(source=source, source_rows=(first, first + half), target_rows=(half, rows)),
+        Piece(source=source, source_rows=(first + half, first + rows), target_rows=(0, half)),
+    )
+
+
+def _joined_pieces(sources: Sequence[Bundle]) -> Iterator[Piece]:
+    row = 0
+    for source in sources:
+        yield Piece(source=source.name, target_rows=(row, row + source.shape[0]))
+        row += source.shape[0]
+
+
+def _unused(
+    match: Match, used: Collection[str], others: Sequence[Match], unexpected: Sequence[str]
+) -> tuple[tuple[FileTensor, ...], list[str]]:
+    """Fates of what no link uses, and what is left over."""
+    fates = [
+        FileTensor(name=marker.name, fate="side tensor", reason="marks the file as quantised")
+        for marker in match.everything.markers
+    ]
+    fates += [FileTensor(name=name, fate="dropped", reason=reason) for name, reason in match.everything.ignored.items()]
+    left_over: list[str] = []
+    foreign = {bundle.name for other in others if other is not match for bundle in other.bundles.values()}
+    for bundle in match.everything.weights.values():
+        native = bundle.name[len(match.prefix) :] if bundle.name.startswith(match.prefix) else None
+        if native is not None and native in used:
+            continue
+        fate = _fate(match, bundle, native, bundle.name in foreign, unexpected)
+        if fate is None:
+            left_over.append(f"left over: {bundle.name} {bundle.weight.dtype} {list(bundle.shape)}")
+        else:
+            fates += [FileTensor(name=tensor.name, fate=fate[0], reason=fate[1]) for tensor in bundle.tensors]
+    return tuple(fates), left_over
+
+
+def _fate(
+    match: Match, bundle: Bundle, native: str | None, foreign: bool, unexpected: Sequence[str]
+) -> tuple[str, str] | None:
+    if native is not None and (contained := match.family.key_map.contained(native)) is not None:
+        return "other component", f"part of {contained[1]}"
+    if (
+        native is not None
+        and match.layout != "diffusers"
+        and (reason := match.family.key_map.drop_reason(native)) is not None
+    ):
+        return "dropped", reason
+    if foreign:
+        return "other component", "part of another model in the same file"
+    if bundle.is_plain and any(
+        fnmatchcase(name, glob) for glob in unexpected for name in (bundle.name, native or bundle.name)
+    ):
+        return "dropped", "left over; the setting unexpected lets it pass"
+    return None
+
+
+def _unaccounted(
+    match: Match, missing: list[str], left_over: list[str], problems: list[str], shapes: Mapping[str, Shape]
+) -> AccountingError:
+    counts = [
+        f"{len(lines)} {what}"
+        for lines, what in ((missing, "missing"), (left_over, "left over"), (problems, "of another shape"))
+        if lines
+    ]
+    outside = [name for name in match.everything.weights if not name.startswith(match.prefix)]
+    if outside and match.prefix:
+        hint = f"{len(outside)} tensors lie outside the prefix {match.prefix!r}: a file with mixed prefixes is of two models, or damaged"
+    elif left_over and not missing and not problems:
+        hint = (
+            "if they are known to be superfluous, let them pass with the setting unexpected, for example "
+            + _example(left_over, shapes)
+        )
+    else:
+        hint = "the file is incomplete, or of a model that the family does not describe; nothing was loaded"
+    return AccountingError(
+        f"tensors that do not add up to a {match.family.id}: " + ", ".join(counts),
+        expected=f"exactly the tensors of {match.family.model}, and what the family's drop: names",
+        hint=hint,
+        path=match.header.path,
+        items=problems + missing + left_over,
+    )
+
+
+def _example(left_over: list[str], shapes: Mapping[str, Shape]) -> str:
+    name = left_over[0].split()[2]
+    near = get_close_matches(name, shapes.keys(), n=1, cutoff=0.9)
+    return f"unexpected=[{name}]" + (f" (the model has {near[0]}: is it misspelt?)" if near else "")

@@ -1,0 +1,86 @@
+"""Predicts the bytes of a load from its targets, and says whether the weights fit a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from slipcast.engine.chunks import chunk_bytes, slab_bytes
+from slipcast.engine.devices import Device
+from slipcast.engine.plan import Bytes, Decision, Target, Verdict
+from slipcast.registry.family import Family
+from slipcast.registry.identify import Match
+from slipcast.registry.settings import Settings
+
+_MIB = 2**20
+
+
+def predict_bytes(targets: Sequence[Target], match: Match, device: Device, settings: Settings) -> Bytes:
+    """Bytes that a load will take.
+
+    Resident is exact. The peaks count tensors: what the loader allocates for results, for one chunk of casting and,
+    towards a GPU, for the page-locked buffer that a chunk is read into. The interpreter's own objects come on top.
+    """
+    resident = sum(stored.nbytes for target in targets for stored in target.stored)
+    adopted = sum(stored.nbytes for target in targets if target.how == "adopt" for stored in target.stored)
+    scratch = max((chunk_bytes(target, match.everything.weights, settings.chunk_mib) for target in targets), default=0)
+    slab = max((slab_bytes(target, match.everything.weights, settings.chunk_mib) for target in targets), default=0)
+    if device.kind == "cpu":
+        buffered = 0 if settings.mmap else slab
+        anonymous = resident - adopted + scratch + buffered
+        return Bytes(
+            resident=resident, device_peak=resident + scratch, host_peak_anonymous=anonymous, read=_read(targets, match)
+        )
+    computed = sum(stored.nbytes for target in targets if target.how == "computed" for stored in target.stored)
+    return Bytes(
+        resident=resident,
+        device_peak=resident + slab + scratch,
+        host_peak_anonymous=slab + computed,
+        read=_read(targets, match),
+    )
+
+
+def _read(targets: Sequence[Target], match: Match) -> int:
+    """Bytes of the file that are read: each piece's rows, and the scales of quantised weights."""
+    total = 0
+    sides: set[str] = set()
+    for target in targets:
+        for piece in target.pieces:
+            bundle = match.everything.weights[piece.source]
+            rows = bundle.weight.shape[0] if bundle.weight.shape else 1
+            share = rows if piece.source_rows is None else piece.source_rows[1] - piece.source_rows[0]
+            total += bundle.weight.nbytes * share // max(rows, 1)
+            if piece.source not in sides:
+                sides.add(piece.source)
+                total += sum(side.nbytes for side in bundle.sides.values())
+    return total
+
+
+def weigh_verdict(
+    bytes_: Bytes, device: Device, settings: Settings, fp8: Decision, family: Family, with_fp8: Callable[[], Bytes]
+) -> Verdict | None:
+    """Whether the weights fit a device whose memory is known, or what would make them fit. Activations come on top.
+
+    Args:
+        bytes_: the plan's bytes.
+        device: where the model goes.
+        settings: for the memory that the runtime itself takes.
+        fp8: the engaged fp8 mode.
+        family: for whether fp8 suits it.
+        with_fp8: the bytes of the same plan with fp8 storage, asked only where they could help.
+    """
+    if device.memory is None:
+        return None
+    available = device.memory - settings.device_reserve_mib * _MIB
+    needed = bytes_.device_peak
+    if needed <= available:
+        advice = f"{(available - needed) / _MIB:,.0f} MiB are left for activations"
+        return Verdict(fits=True, needed=needed, available=available, advice=advice)
+    if fp8.engaged != "off":
+        advice = "the weights are in fp8 already: this device can't hold them whole"
+    elif not family.precision.fp8.storage.supported:
+        advice = f"no setting makes them fit: fp8 is not for this family ({family.precision.fp8.storage.reason})"
+    else:
+        smaller = with_fp8().device_peak
+        fits = "fits" if smaller <= available else "does not fit either"
+        advice = f"fp8=storage needs {smaller / _MIB:,.0f} MiB, which {fits}"
+    return Verdict(fits=False, needed=needed, available=available, advice=advice)

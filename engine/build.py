@@ -1,0 +1,111 @@
+"""Builds model classes without their weights: on the meta device for a plan, with real buffers for a load."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipcast.registry.errors import ConfigError, FamilyFileError
+
+_LIBRARIES = ("diffusers", "transformers")
+_REGISTRATION = threading.Lock()
+
+
+def model_class(name: str) -> type[nn.Module]:
+    """The class that a family file or a plan names, for example ``diffusers.AutoencoderKL``.
+
+    Only public classes of diffusers and transformers that are modules are ever imported, whatever the file says.
+
+    Raises:
+        FamilyFileError: another library, or no such class in the installed version.
+    """
+    library, _, attribute = name.partition(".")
+    if library in _LIBRARIES and attribute.isidentifier() and not attribute.startswith("_"):
+        found = getattr(importlib.import_module(library), attribute, None)
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            return found
+    raise FamilyFileError(
+        f"the model class {name!r}",
+        expected="a model class of an installed library: " + " or ".join(f"{library}.Name" for library in _LIBRARIES),
+        hint="correct model: in the family file, or install the version of the library that has the class",
+        field="model",
+    )
+
+
+def build_on_meta(name: str, config: Mapping[str, Any]) -> nn.Module:
+    """Build a model entirely on the meta device, in eval mode: names, shapes and dtypes, no memory.
+
+    Raises:
+        ConfigError: the class refuses its arguments.
+    """
+    with torch.device("meta"):
+        return _construct(name, config)
+
+
+def build_with_buffers(name: str, config: Mapping[str, Any]) -> nn.Module:
+    """Build a model with its parameters on the meta device and everything that it computes itself real.
+
+    Buffers, also non-persistent ones, and tensors that a module keeps in plain attributes (rotary tables) are
+    computed in the constructor and found in no file, so they have to be made here.
+    """
+    with _parameters_on_meta():
+        return _construct(name, config)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Send each parameter to the meta device as soon as it is registered, before anything is written into it.
+
+    Only in this thread: an application may build other models in other threads at the same time.
+    """
+    owner = threading.get_ident()
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if threading.get_ident() == owner and parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    with _REGISTRATION:
+        register = nn.Module.register_parameter
+        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def unknown_arguments(name: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Arguments that the installed version of a class does not know."""
+    kind = model_class(name)
+    if name.startswith("transformers."):
+        return ()
+    return tuple(sorted(config.keys() - inspect.signature(kind.__init__).parameters.keys()))
+
+
+def _config_class(kind: Any) -> Any:
+    return kind.config_class
+
+
+def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
+    kind = model_class(name)
+    arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
+    try:
+        if name.startswith("transformers."):
+            model = kind(_config_class(kind)(**arguments))
+        else:
+            model = kind(**arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"{name} refuses its configuration: {type(error).__name__}: {error}",
+            expected="arguments that the class accepts",
+            hint="correct config: in the family file, or the config.json beside the weights",
+            items=[f"{key}: {value}" for key, value in arguments.items()],
+        ) from error
+    return model.eval()

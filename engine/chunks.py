@@ -1,0 +1,100 @@
+"""Cuts the pieces of a target into chunks of rows, so that casting never holds more than one chunk, and says what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from slipcast.engine.codecs.base import Codec
+from slipcast.engine.codecs.catalogue import codec_named
+from slipcast.engine.plan import Piece, Target
+from slipcast.engine.reader import TORCH_DTYPES
+from slipcast.registry.quantisation import Bundle
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Elements of a tensor of the file that are rows of a target.
+
+    Attributes:
+        start: first element of the file's tensor.
+        stop: one past the last.
+        rows: the rows of the target that they are.
+    """
+
+    start: int
+    stop: int
+    rows: tuple[int, int]
+
+
+def is_whole(target: Target, piece: Piece) -> bool:
+    """Whether a piece has to be read in one go: its bytes do not lie as the target's rows do, or one scale needs all rows."""
+    if piece.operation == "transpose":
+        return True
+    return target.how == "encode" and not _codec(target).streams
+
+
+def chunks(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> Iterator[Chunk]:
+    """The chunks of one piece, in file order. ``chunk_mib`` counts float32 elements."""
+    rows = piece.target_rows or (0, target_rows(target))
+    width = row_elements(target)
+    first = 0 if piece.source_rows is None else piece.source_rows[0] * prod(bundle.weight.shape[1:])
+    step = rows[1] - rows[0] if is_whole(target, piece) else rows_per_chunk(target, chunk_mib)
+    for row in range(rows[0], rows[1], max(step, 1)):
+        stop = min(row + step, rows[1])
+        yield Chunk(first + (row - rows[0]) * width, first + (stop - rows[0]) * width, (row, stop))
+
+
+def target_rows(target: Target) -> int:
+    """Rows of a target; a tensor without axes has one."""
+    return target.shape[0] if target.shape else 1
+
+
+def row_elements(target: Target) -> int:
+    """Elements of one row."""
+    return prod(target.shape[1:])
+
+
+def rows_per_chunk(target: Target, chunk_mib: int) -> int:
+    """Whole rows of about ``chunk_mib`` MiB in float32, at least one."""
+    return max(1, chunk_mib * 2**20 // _FLOAT32 // max(1, row_elements(target)))
+
+
+def chunk_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) -> int:
+    """Bytes of scratch that casting a target takes at most, beside its result."""
+    most = 0
+    for piece in target.pieces:
+        elements = _largest(target, piece, chunk_mib)
+        item = _item(bundles[piece.source])
+        if target.how == "encode":
+            most = max(most, elements * (_FLOAT32 + (0 if _codec(target).streams else _FLOAT32 + item)))
+        elif target.how == "decode":
+            most = max(most, elements * 2 * _FLOAT32)
+        elif target.how == "copy" and is_whole(target, piece):
+            most = max(most, elements * item)
+    return most
+
+
+def slab_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) -> int:
+    """Bytes of the largest chunk as it lies in the file."""
+    return max(
+        (_largest(target, piece, chunk_mib) * _item(bundles[piece.source]) for piece in target.pieces), default=0
+    )
+
+
+def _largest(target: Target, piece: Piece, chunk_mib: int) -> int:
+    rows = piece.target_rows or (0, target_rows(target))
+    count = rows[1] - rows[0]
+    return row_elements(target) * (count if is_whole(target, piece) else min(count, rows_per_chunk(target, chunk_mib)))
+
+
+def _item(bundle: Bundle) -> int:
+    return TORCH_DTYPES[bundle.weight.dtype].itemsize
+
+
+def _codec(target: Target) -> Codec:
+    assert target.codec is not None  # an encoded target has one
+    return codec_named(target.codec)

@@ -1,0 +1,57 @@
+"""The last look at a loaded model: nothing may be left on the meta device, wherever a module keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipcast.registry.errors import AccountingError
+
+_DEPTH = 6
+
+
+def refuse_meta_tensors(model: nn.Module) -> None:
+    """Raise if a parameter, a buffer or a tensor in a plain attribute has no memory.
+
+    Raises:
+        AccountingError: it lists them.
+    """
+    left = sorted(set(meta_tensors(model)))
+    if left:
+        raise AccountingError(
+            f"{len(left)} tensors of the model that nothing has filled",
+            expected="a model without a tensor on the meta device",
+            hint="the family file does not describe all of the class; run 'slipcast check' on it",
+            items=left,
+        )
+
+
+def meta_tensors(model: nn.Module) -> Iterator[str]:
+    """Dotted paths of all tensors on the meta device, also those in plain attributes, lists and helper objects."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name != "_modules":
+                yield from _walk(value, f"{path}.{name}" if path else name, _DEPTH, set())
+
+
+def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            yield path.replace("._parameters.", ".").replace("._buffers.", ".")
+        return
+    if depth == 0 or id(value) in seen or isinstance(value, (nn.Module, type, str, bytes, int, float)):
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        children = [(str(key), child) for key, child in value.items()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        children = [(str(index), child) for index, child in enumerate(value)]
+    elif type(value).__module__.startswith(("diffusers.", "transformers.")) and hasattr(value, "__dict__"):
+        children = list(vars(value).items())
+    else:
+        return
+    for name, child in children:
+        yield from _walk(child, f"{path}.{name}", depth - 1, seen)

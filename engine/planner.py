@@ -1,0 +1,191 @@
+"""Makes the plan: decides every dtype, every layer and every tensor before a byte of a weight is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from slipcast.engine.accounting import Accounts, account
+from slipcast.engine.budget import predict_bytes, weigh_verdict
+from slipcast.engine.build import build_on_meta, unknown_arguments
+from slipcast.engine.devices import Device, resolve_device
+from slipcast.engine.model_tensors import model_tensors
+from slipcast.engine.module_precision import ModuleChoices, choose_modules
+from slipcast.engine.plan import Bytes, Decision, FileTensor, Origin, Plan, Request, Target
+from slipcast.engine.precision import Rules, decide_dtype, decide_fp8
+from slipcast.engine.targets import TargetMaker
+from slipcast.registry.errors import UnsupportedFormatError
+from slipcast.registry.header import Header
+from slipcast.registry.identify import Match
+from slipcast.registry.quantisation import count_formats
+from slipcast.registry.settings import Settings
+
+LOADABLE_FORMATS = frozenset({"plain", "fp8_scaled", "fp8_raw"})
+
+_LOADED_BY = {
+    "bnb_nf4": "diffusers with bitsandbytes",
+    "bnb_fp4": "diffusers with bitsandbytes",
+    "bnb_int8": "diffusers with bitsandbytes",
+    "torchao": "diffusers with torchao",
+    "nunchaku": "the nunchaku package",
+    "sdnq": "the sdnq package",
+    "compressed_tensors": "the compressed-tensors package",
+    "svdquant": "the nunchaku package",
+    "awq": "the nunchaku package",
+}
+
+
+def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ()) -> Plan:
+    """Plan the load of one identified model. Reads no weight; the model is built on the meta device.
+
+    Args:
+        match: the model.
+        settings: device, dtype, fp8, mmap, unexpected and the rest.
+        others: every model found in the same file, for what belongs to them.
+
+    Raises:
+        UnsupportedFormatError: a quantisation that can't be loaded.
+        QuantisationError: scales or markers without a weight.
+        AccountingError: tensors that do not add up to the model.
+        ConfigError: the model class refuses its arguments.
+        DeviceError: no such device.
+    """
+    refuse_formats(match)
+    device, device_reason = resolve_device(settings.device)
+    config, notes = _known_config(match)
+    model = build_on_meta(match.family.model, config)
+    tensors = model_tensors(model)
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in chain(tensors.parameters.items(), tensors.persistent.items())
+    }
+    accounts = account(match, shapes, tensors.ties, others=others, unexpected=settings.unexpected)
+    dtype = decide_dtype(settings.dtype, match.family.precision, match.bundles.values(), device)
+    fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values())
+    rules = Rules.of(match.family.precision)
+
+    def planned(fp8_mode: str) -> tuple[ModuleChoices, tuple[Target, ...], Bytes]:
+        modules = choose_modules(model, match, accounts, rules, dtype.engaged, fp8_mode, settings.fp8.remainder)
+        maker = TargetMaker(match, accounts, modules.by_weight, rules, dtype.engaged, device, settings.mmap)
+        targets = tuple(maker.targets(tensors))
+        return modules, targets, predict_bytes(targets, match, device, settings)
+
+    modules, targets, bytes_ = planned(fp8.engaged)
+    return Plan(
+        origin=_origin(match, config),
+        request=_request(settings),
+        settings={
+            "device": Decision(requested=settings.device, engaged=device.name, reason=device_reason),
+            "dtype": dtype,
+            "fp8": fp8,
+            **modules.decisions,
+            "mmap": _mmap_decision(settings.mmap, device),
+        },
+        device=device.name,
+        compute_dtype=dtype.engaged,
+        modules=modules.modules,
+        targets=targets,
+        tensors=tuple(_fates(match, targets, accounts)),
+        bytes=bytes_,
+        verdict=weigh_verdict(bytes_, device, settings, fp8, match.family, lambda: planned("storage")[2]),
+        notes=(*notes, *match.guesses, *match.everything.problems),
+    )
+
+
+def refuse_formats(match: Match) -> None:
+    """Refuse what can be recognised but not loaded.
+
+    Raises:
+        UnsupportedFormatError: it names the formats, how many weights are in each, and what would load them.
+    """
+    counts = count_formats(match.bundles.values())
+    refused = {name: count for name, count in counts.items() if name not in LOADABLE_FORMATS}
+    if refused:
+        loaders = sorted({_LOADED_BY[name] for name in refused if name in _LOADED_BY})
+        raise UnsupportedFormatError(
+            "quantised weights in a format that is not supported yet: "
+            + ", ".join(f"{name} ({count} weights)" for name, count in refused.items()),
+            expected="weights in one of " + ", ".join(sorted(LOADABLE_FORMATS)),
+            hint=f"load it with {' or '.join(loaders)}" if loaders else "use a bf16 or fp8 version of the checkpoint",
+            path=match.header.path,
+            items=match.everything.problems,
+        )
+
+
+def header_digest(header: Header) -> str:
+    """Digest over the names, dtypes, shapes and byte ranges of a header's tensors."""
+    digest = hashlib.sha256()
+    for tensor in header.tensors.values():
+        digest.update(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file, tensor.start, tensor.stop)).encode())
+    return digest.hexdigest()
+
+
+def _known_config(match: Match) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The arguments without those that only a folder's config.json has and the installed class does not know."""
+    config = dict(match.config)
+    unknown = [key for key in unknown_arguments(match.family.model, config) if key not in match.family.config]
+    for key in unknown:
+        del config[key]
+    return config, tuple(f"config.json's {key} is unknown to the installed class and passed over" for key in unknown)
+
+
+def _origin(match: Match, config: dict[str, Any]) -> Origin:
+    return Origin(
+        family=match.family.id,
+        family_digest=match.family.digest,
+        variant=match.variant,
+        layout=match.layout,
+        prefix=match.prefix,
+        component=match.component,
+        header_digest=header_digest(match.header),
+        model=match.family.model,
+        config=config,
+    )
+
+
+def _request(settings: Settings) -> Request:
+    return Request(
+        device=settings.device,
+        dtype=settings.dtype,
+        fp8_mode=settings.fp8.mode,
+        fp8_remainder=settings.fp8.remainder,
+        mmap=settings.mmap,
+        unexpected=tuple(settings.unexpected),
+        chunk_mib=settings.chunk_mib,
+        device_reserve_mib=settings.device_reserve_mib,
+    )
+
+
+def _mmap_decision(mmap: bool, device: Device) -> Decision:
+    if device.kind != "cpu":
+        return Decision(
+            requested=str(mmap).lower(),
+            engaged="false",
+            reason="a device is fed through pinned memory, never from a mapped file",
+        )
+    reason = (
+        "tensors that are not cast are views of the file"
+        if mmap
+        else "as requested: tensors are copied out of the file"
+    )
+    return Decision(requested=str(mmap).lower(), engaged=str(mmap).lower(), reason=reason)
+
+
+def _fates(match: Match, targets: Sequence[Target], accounts: Accounts) -> Iterator[FileTensor]:
+    """What becomes of each tensor of the file: of the bundles that targets take, then of the rest."""
+    taken: dict[str, Target] = {}
+    for target in targets:
+        for piece in target.pieces:
+            taken.setdefault(piece.source, target)
+    for bundle in match.everything.weights.values():
+        if bundle.name not in taken:
+            continue
+        target = taken[bundle.name]
+        folded = target.how == "decode"
+        yield FileTensor(
+            name=bundle.weight.name, fate="folded" if folded else "loaded", reason=target.reason if folded else ""
+        )
+        for role, side in bundle.sides.items():
+            yield FileTensor(name=side.name, fate="side tensor", reason=f"{role} of {bundle.name}")
+    yield from accounts.unused

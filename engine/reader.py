@@ -1,0 +1,181 @@
+"""Reads values out of a checkpoint's files: as views of the mapped file, or into memory through a buffer that is reused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from io import FileIO
+from typing import Protocol
+
+import torch
+
+from slipcast.registry.errors import HeaderError, UnsupportedFormatError
+from slipcast.registry.header import Header, TensorInfo
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "BOOL": torch.bool,
+        "U8": torch.uint8,
+        "I8": torch.int8,
+        "I16": torch.int16,
+        "U16": torch.uint16,
+        "I32": torch.int32,
+        "U32": torch.uint32,
+        "I64": torch.int64,
+        "U64": torch.uint64,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F32": torch.float32,
+        "F64": torch.float64,
+        "C64": torch.complex64,
+    }
+)
+"""The safetensors names of dtypes that torch has."""
+
+
+class Reader(Protocol):
+    """Gives the elements of a tensor of the file, on the CPU."""
+
+    def elements(self, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` of a tensor, row-major, as one dimension.
+
+        The result is valid until the next call; only a mapped reader's views live longer.
+        """
+
+    def close(self) -> None:
+        """Let go of the files."""
+
+
+def open_reader(header: Header, *, mmap: bool, pinned: bool = False) -> Reader:
+    """A reader for a header's files.
+
+    Args:
+        header: whose files are read.
+        mmap: map the files; else read them into a buffer.
+        pinned: the buffer is page-locked, for copies to a GPU.
+
+    Raises:
+        HeaderError: a file is not as long as it was when its header was read.
+    """
+    return MappedReader(header) if mmap else BufferedReader(header, pinned=pinned)
+
+
+def torch_dtype(tensor: TensorInfo) -> torch.dtype:
+    """The torch dtype of a tensor of the file.
+
+    Raises:
+        UnsupportedFormatError: torch has no such dtype.
+    """
+    dtype = TORCH_DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise UnsupportedFormatError(
+            f"{tensor.name} of the dtype {tensor.dtype}",
+            expected="a dtype that torch has: " + ", ".join(TORCH_DTYPES),
+            hint="convert the checkpoint to one of these",
+        )
+    return dtype
+
+
+def is_aligned(tensor: TensorInfo, rows: tuple[int, int] | None = None) -> bool:
+    """Whether the tensor, or its rows from ``rows[0]``, may be looked at in place: torch wants whole items before it."""
+    dtype = TORCH_DTYPES.get(tensor.dtype)
+    if dtype is None:
+        return False
+    skipped = 0 if rows is None else rows[0] * prod(tensor.shape[1:]) * dtype.itemsize
+    return (tensor.start + skipped) % dtype.itemsize == 0
+
+
+class MappedReader:
+    """Views of privately mapped files: nothing is read before it is touched, and writing to a view leaves the file alone."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def elements(self, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
+        """See ``Reader``. A tensor that does not begin at a whole item is copied."""
+        dtype = torch_dtype(tensor)
+        storage = self._storage(tensor.file)
+        first = tensor.start + start * dtype.itemsize
+        if first % dtype.itemsize == 0:
+            return torch.empty(0, dtype=dtype).set_(storage, first // dtype.itemsize, (stop - start,), (1,))
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage, first, ((stop - start) * dtype.itemsize,), (1,))
+        return raw.clone().view(dtype)
+
+    def close(self) -> None:
+        """Let go of the mappings; views that are in use keep theirs."""
+        self._storages.clear()
+
+    def _storage(self, index: int) -> torch.UntypedStorage:
+        if index not in self._storages:
+            path = self._header.files[index]
+            size = _checked_size(self._header, index)
+            self._storages[index] = torch.UntypedStorage.from_file(str(path), False, size)  # type: ignore[assignment]
+        return self._storages[index]
+
+
+class BufferedReader:
+    """Reads into one buffer that grows to the largest request and is reused."""
+
+    def __init__(self, header: Header, *, pinned: bool = False) -> None:
+        self._header = header
+        self._pinned = pinned
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._files: dict[int, FileIO] = {}
+
+    def elements(self, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
+        """See ``Reader``."""
+        dtype = torch_dtype(tensor)
+        count = (stop - start) * dtype.itemsize
+        if self._buffer.numel() < count:
+            self._buffer = torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
+        file = self._file(tensor.file)
+        file.seek(tensor.start + start * dtype.itemsize)
+        view = memoryview(self._buffer[:count].numpy())  # type: ignore[arg-type]
+        read = 0
+        while read < count:
+            step = file.readinto(view[read:])
+            if not step:
+                raise _changed(self._header.files[tensor.file], f"it ends inside {tensor.name}")
+            read += step
+        return self._buffer[:count].view(dtype)
+
+    def close(self) -> None:
+        """Close the files and let go of the buffer."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _file(self, index: int) -> FileIO:
+        if index not in self._files:
+            _checked_size(self._header, index)
+            self._files[index] = self._header.files[index].open("rb", buffering=0)
+        return self._files[index]
+
+
+def _checked_size(header: Header, index: int) -> int:
+    """The size of a file, if it still holds all that the header says."""
+    path = header.files[index]
+    needed = max((tensor.stop for tensor in header.tensors.values() if tensor.file == index), default=0)
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise _changed(path, f"it can't be opened ({error.strerror})") from error
+    if size < needed:
+        raise _changed(path, f"it has {size:,} bytes where its header needs {needed:,}")
+    return size
+
+
+def _changed(path: Path, what: str) -> HeaderError:
+    return HeaderError(
+        f"the file has changed since its header was read: {what}",
+        expected="a file that stays as it is while it is loaded",
+        hint="wait until the download or copy is complete, then load again",
+        path=path,
+    )

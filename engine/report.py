@@ -1,0 +1,103 @@
+"""What a load did: the plan beside the outcome, and where the two differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from slipcast.engine.measure import Peaks, count_bytes
+from slipcast.engine.plan import Plan
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The plan and what came of it.
+
+    Attributes:
+        plan: what was to be done.
+        resident: bytes of the loaded model's parameters and buffers, counted.
+        host_peak_anonymous: measured peak of anonymous host memory above the start of the load, or None where the
+            system does not say.
+        device_peak: measured peak of device memory above the start of the load, or None on the CPU.
+        seconds: duration of the load, after imports.
+        differences: where the outcome is not what was planned, as sentences; empty in a load that kept its word.
+    """
+
+    plan: Plan
+    resident: int
+    host_peak_anonymous: int | None
+    device_peak: int | None
+    seconds: float
+    differences: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contract of ``slipcast load --json``: the plan's, and the outcome."""
+        return {
+            **self.plan.to_json(),
+            "actual_bytes": self.resident,
+            "peaks": {"host_anonymous": self.host_peak_anonymous, "device": self.device_peak},
+            "seconds": self.seconds,
+            "differences": list(self.differences),
+        }
+
+    def summary(self) -> str:
+        """The load in one line, for the log."""
+        plan = self.plan
+        quantised = sum(module.codec is not None for module in plan.modules)
+        refused = "; ".join(
+            f"{name}={decision.requested} became {decision.engaged}: {decision.reason}"
+            for name, decision in plan.settings.items()
+            if decision.requested not in ("auto", decision.engaged)
+        )
+        variant = f" ({plan.origin.variant})" if plan.origin.variant else ""
+        return (
+            f"{plan.origin.family}{variant}: storage {'fp8' if quantised else plan.compute_dtype}, compute {plan.compute_dtype}, "
+            f"{plan.bytes.resident / _MIB:,.1f} MiB predicted, {self.resident / _MIB:,.1f} MiB resident on {plan.device}, "
+            f"{quantised} modules quantised, {len(plan.modules) - quantised} kept, {self.seconds:.2f} s"
+            + (f" [{refused}]" if refused else "")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A loaded model and the report of how it came about.
+
+    Attributes:
+        model: in eval mode, on the plan's device.
+        report: the plan beside the outcome.
+    """
+
+    model: nn.Module
+    report: Report
+
+
+def make_report(plan: Plan, model: nn.Module, peaks: Peaks) -> Report:
+    """Count the model and compare it with its plan."""
+    resident = count_bytes(model)
+    return Report(
+        plan=plan,
+        resident=resident,
+        host_peak_anonymous=peaks.host_anonymous,
+        device_peak=peaks.device,
+        seconds=peaks.seconds,
+        differences=tuple(_differences(plan, model, resident)),
+    )
+
+
+def _differences(plan: Plan, model: nn.Module, resident: int) -> list[str]:
+    found: list[str] = []
+    if resident != plan.bytes.resident:
+        found.append(f"{plan.bytes.resident:,} bytes were predicted, {resident:,} are resident")
+    actual = {name: tensor for tensors in (model.named_parameters(), model.named_buffers()) for name, tensor in tensors}
+    planned = {stored.name: stored for target in plan.targets for stored in target.stored}
+    for name, stored in planned.items():
+        tensor = actual.get(name)
+        seen = "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        if seen != f"{stored.dtype} {list(stored.shape)}":
+            found.append(f"{name}: {stored.dtype} {list(stored.shape)} was planned, {seen} is there")
+    found += [f"{name} is there and was not planned" for name in actual.keys() - planned.keys()]
+    return found
