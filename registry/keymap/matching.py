@@ -78,10 +78,15 @@ class _Node:
 
     children: dict[str, _Node] = field(default_factory=dict)
     match: Match | None = None
+    known_greatest: int | None = None
 
     @property
     def greatest(self) -> int:
-        return max((value for text in self.children if (value := index_value(text)) is not None), default=-1)
+        """The greatest index among the children, once all names are in the tree; -1 without any."""
+        if self.known_greatest is None:
+            values = (index_value(text) for text in self.children)
+            self.known_greatest = max((value for value in values if value is not None), default=-1)
+        return self.known_greatest
 
 
 class RuleTree:
