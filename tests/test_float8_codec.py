@@ -164,6 +164,13 @@ def test_values_that_are_not_finite_are_refused(codec: Float8, bad: float, dtype
         codec.encode(weight)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[gpu, cuda_only])])
+def test_a_cast_without_a_scale_saturates(device: str) -> None:
+    codec = Float8("none")
+    weight = torch.tensor([[1e5, -465.0, 448.0, 1.0]], device=device)
+    assert codec.decode(codec.encode(weight), (1, 4), torch.float32).tolist() == [[448.0, -448.0, 448.0, 1.0]]
+
+
 def test_what_can_not_be_encoded_is_refused() -> None:
     with pytest.raises(
         QuantisationError, match=r"float8_e4m3fn to be written(.|\n)*decode the weight with its own scale"

@@ -129,7 +129,7 @@ class Float8(Codec):
             return codes.to(dtype)
         scale = parts[SCALE]
         if self.granularity == "block":
-            return multiplied(codes.unflatten(1, (-1, self.block)), scale, dtype).flatten(1)
+            return multiplied(codes.view(shape[0], -1, self.block), scale, dtype).flatten(1)
         if self.granularity == "row":
             scale = scale.reshape([-1 if axis == self.axis else 1 for axis in range(len(shape))])
         return multiplied(codes, scale, dtype)
