@@ -137,6 +137,7 @@ def _problem(model: type[BaseModel], where: Where, item: Any) -> _Problem:
         expected = f"one of {', '.join(words)}" if words else message
         return _Problem(where, found, expected, did_you_mean(str(value), words, "write one of these"))
     message = message.replace("valid dictionary or instance of ", "mapping, as of ").replace("dictionary", "mapping")
+    message = message.replace("valid tuple", "list")
     return _Problem(where, found, _described(model, where, message), "correct it")
 
 

@@ -1,0 +1,105 @@
+"""All settings and their types. The defaults stand in configs/defaults.yaml and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, Strict, StringConstraints
+from slipcast.registry.frozen import FrozenMapping
+
+SCHEMA_VERSION = 1
+
+_CARD = r"cuda:\d{1,2}\.\d, *\d+(\.\d+)? *(GiB|GB|MiB)"
+Text = Annotated[str, StringConstraints(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Strict(False)]
+Device = Annotated[str, StringConstraints(pattern=rf"^(auto|cpu|cuda|cuda:\d+|{_CARD})$")]
+Entries = Annotated[
+    Mapping[str, Mapping[str, Any]],
+    AfterValidator(FrozenMapping),
+    PlainSerializer(dict, return_type=dict[str, Any]),
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Fp8Settings(_Section):
+    """Weights in 8 bits. A bare word stands for the mode: `fp8: storage`."""
+
+    mode: Literal["auto", "off", "storage", "compute"]
+    """auto: a checkpoint in fp8 stays as it is. off: weights in the compute dtype. storage: weights in float8_e4m3fn
+    with a scale for each output row. compute: as storage, and products on the GPU's fp8 cores where it has them."""
+
+    remainder: Literal["keep", "quantise"]
+    """Whether layers that a partly quantised checkpoint left alone are stored in fp8 as well."""
+
+
+class Settings(_Section):
+    """The settings of one load, complete: every layer has been laid over the defaults."""
+
+    schema_version: Literal[1]
+    """Version of the settings; leave it out to mean the newest."""
+
+    preset: Text | None
+    """A named choice of settings: low-memory, exact, the path of a YAML file, or null."""
+
+    device: Device
+    """auto, cpu, cuda, cuda:N, or for plans a card that is not there: cuda:8.6,12GiB."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    """The dtype that the model computes in; auto follows the checkpoint and the family."""
+
+    fp8: Fp8Settings
+    """Weights in 8 bits."""
+
+    mmap: bool
+    """Whether weights that need no cast stay in the memory-mapped file when the model is on the CPU."""
+
+    unexpected: Texts
+    """Globs on the names of tensors that may be left over."""
+
+    family: Text | None
+    """Id of the family to read the checkpoint as, or null to recognise it."""
+
+    component: Text | None
+    """Which model to take where a file or a folder holds several, or null for the denoiser."""
+
+    families: Texts
+    """Folders of more family files, read beside the built-in ones."""
+
+    device_reserve_mib: int = Field(ge=0)
+    """Memory in MiB that the runtime itself takes on a GPU."""
+
+    chunk_mib: int = Field(ge=1)
+    """Size in MiB of the pieces in which rows are cast, counted in float32."""
+
+    header_limit_mib: int = Field(ge=1)
+    """Largest header in MiB that is read from a file."""
+
+    models: Entries
+    """Settings for single checkpoints, by file name, or by a glob on the file's name or full path."""
+
+
+NOT_PER_MODEL = frozenset({"schema_version", "preset", "models"})
+"""Settings that an entry of ``models`` can't have: they decide which entries there are."""
+
+PATHS = frozenset({"families"})
+"""Settings that hold folders, relative to the file that names them."""
+
+
+def sections() -> dict[str, type[BaseModel]]:
+    """The settings that are groups of settings."""
+    fields = {name: field.annotation for name, field in Settings.model_fields.items()}
+    return {name: kind for name, kind in fields.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
+
+
+def setting_names() -> tuple[str, ...]:
+    """Every setting by its dotted name, in the order of the model."""
+    groups = sections()
+    return tuple(
+        dotted
+        for name in Settings.model_fields
+        for dotted in ([f"{name}.{inner}" for inner in groups[name].model_fields] if name in groups else [name])
+    )
