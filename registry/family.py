@@ -236,7 +236,7 @@ class Example(_Section):
 class Family(_Section):
     """One model class, and everything that is particular to the checkpoints that hold it."""
 
-    schema_version: int = Field(alias="schema")
+    schema_version: Literal[1] = Field(alias="schema")
     """Version of the language of family files: 1."""
 
     id: Id
