@@ -1,0 +1,5 @@
+"""The command line as ``python -m slipcast.cli``."""
+
+from slipcast.cli import main
+
+main()

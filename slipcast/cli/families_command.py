@@ -1,0 +1,92 @@
+"""``slipcast families``: every known family, or one in full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+import yaml
+
+from slipcast.cli.options import call_settings, common_options, settings_options
+from slipcast.cli.output import write, write_heading, write_json, write_table
+from slipcast.registry.catalogue import Catalogue, load_catalogue
+from slipcast.registry.errors import SettingsError
+from slipcast.registry.family import Family
+from slipcast.registry.settings import resolve_settings
+from slipcast.registry.validation import did_you_mean
+
+
+@click.command("families")
+@click.argument("family", metavar="[ID]", required=False)
+@settings_options
+@common_options
+def command(family: str | None, assignments: tuple[str, ...], as_json: bool) -> None:
+    """List the known families, or show the one called ID in full, as a family file would say it.
+
+    Families of your own are read from the folders that the setting families names.
+
+    \b
+    Examples:
+      slipcast families
+      slipcast families ID
+      slipcast families --set families=[~/families] --json
+    """
+    catalogue = load_catalogue(resolve_settings(call_settings(assignments)).values.families)
+    if family is None:
+        _list(catalogue, as_json)
+    else:
+        _show(_named(family, catalogue), as_json)
+
+
+def _named(family: str, catalogue: Catalogue) -> Family:
+    if family not in catalogue:
+        raise SettingsError(
+            f"no family is called {family!r}",
+            expected="an id that 'slipcast families' lists",
+            hint=did_you_mean(family, catalogue, "add the folder of its file to the setting families"),
+            field="family",
+        )
+    return catalogue[family]
+
+
+def _list(catalogue: Catalogue, as_json: bool) -> None:
+    if as_json:
+        write_json({"families": [family_summary(family) for family in catalogue.values()]})
+        return
+    rows = (
+        (family.id, family.title, family.kind, family.model, ", ".join(family.variants), str(len(family.examples)))
+        for family in catalogue.values()
+    )
+    write_table(("id", "title", "kind", "class", "variants", "examples"), rows, right=("examples",))
+
+
+def family_summary(family: Family) -> dict[str, Any]:
+    """A family's line of the list, as plain data."""
+    return {
+        "id": family.id,
+        "title": family.title,
+        "kind": family.kind,
+        "class": family.model,
+        "variants": list(family.variants),
+        "examples": [example.header for example in family.examples],
+        "source": family.source,
+    }
+
+
+def _show(family: Family, as_json: bool) -> None:
+    if as_json:
+        write_json({**as_written(family.model_dump(mode="json", by_alias=True)), "source": family.source})
+        return
+    said = as_written(family.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"extends"}))
+    write_heading(f"# {family.source}")
+    write(yaml.dump(said, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True, width=120).rstrip())
+
+
+def as_written(value: Any) -> Any:
+    """What a family's model holds, as a family file writes it: a statement about fp8 is a word, or a word and why."""
+    if isinstance(value, Mapping) and "status" in value and value.keys() <= {"status", "reason"}:
+        return {value["status"]: value["reason"]} if value.get("reason") else value["status"]
+    if isinstance(value, Mapping):
+        return {key: as_written(entry) for key, entry in value.items()}
+    return [as_written(entry) for entry in value] if isinstance(value, list) else value

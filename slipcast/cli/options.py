@@ -1,0 +1,107 @@
+"""Options that commands share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from slipcast.registry.settings import parse_assignments
+from slipcast.registry.settings_layers import CONFIG_VARIABLE
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def common_options(function: Function) -> Function:
+    """``--json``, given to the command as ``as_json``, and ``--verbose``, which is dealt with here."""
+    as_json = click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output.")
+    verbose = click.option(
+        "-v",
+        "--verbose",
+        is_flag=True,
+        expose_value=False,
+        callback=_log_to_errors,
+        help="Log to standard error what is done.",
+    )
+    return as_json(verbose(function))
+
+
+def path_argument(function: Function) -> Function:
+    """The argument ``PATH``, given as ``path``; whether anything is there is for the library to say."""
+    return click.argument("path", type=click.Path(path_type=Path))(function)
+
+
+def settings_options(function: Function) -> Function:
+    """``--set``, given to the command as ``assignments``, and ``--config``, which is dealt with here."""
+    assignments = click.option(
+        "--set",
+        "-s",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Give a setting for this call, as in fp8=storage; may be repeated. See 'slipcast settings'.",
+    )
+    config_file = click.option(
+        "--config",
+        metavar="FILE",
+        expose_value=False,
+        callback=_choose_config,
+        help="Take settings from this file in place of your own and the project's.",
+    )
+    return assignments(config_file(function))
+
+
+def device_option(function: Function) -> Function:
+    """``--device``, given as ``device``."""
+    return click.option(
+        "--device",
+        metavar="DEVICE",
+        help="Short for --set device=DEVICE: auto, cpu, cuda:0, or for plans a card that is not there: cuda:8.6,12GiB.",
+    )(function)
+
+
+def call_settings(assignments: tuple[str, ...], device: str | None = None) -> dict[str, Any]:
+    """The settings of a call, by dotted names.
+
+    Raises:
+        SettingsError: an assignment can't be read.
+    """
+    settings = parse_assignments(assignments)
+    return settings if device is None else {**settings, "device": device}
+
+
+def _choose_config(ctx: click.Context, parameter: click.Parameter, file: str | None) -> None:  # noqa: ARG001
+    """Choose the settings file as the environment would, while the command runs."""
+    if file is None:
+        return
+    if not file:
+        raise click.UsageError("--config needs the name of a file", ctx)
+    before = os.environ.get(CONFIG_VARIABLE)
+    os.environ[CONFIG_VARIABLE] = file
+    ctx.call_on_close(lambda: _set_back(before))
+
+
+def _set_back(before: str | None) -> None:
+    if before is None:
+        del os.environ[CONFIG_VARIABLE]
+    else:
+        os.environ[CONFIG_VARIABLE] = before
+
+
+def _log_to_errors(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:  # noqa: ARG001
+    """Show the library's log while the command runs."""
+    if not wanted:
+        return
+    logger = logging.getLogger("slipcast")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    ctx.call_on_close(lambda: logger.removeHandler(handler))
+    ctx.call_on_close(lambda: logger.setLevel(before))

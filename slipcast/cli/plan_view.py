@@ -1,0 +1,146 @@
+"""Shows plans and reports of loads to people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from slipcast.cli.collapse import collapse
+from slipcast.cli.output import exact_bytes, mebibytes, write, write_facts, write_heading, write_table
+
+if TYPE_CHECKING:
+    from slipcast.engine.plan import Plan
+    from slipcast.engine.report import Report
+
+_SECTIONS = (
+    ("dropped", "Dropped from the file"),
+    ("folded", "Folded: dequantised, then cast once"),
+    ("synthesised", "Synthesised: in the model, not from a tensor of its own in the file"),
+)
+
+
+def write_plan(plan: Plan) -> None:
+    """Show a whole plan."""
+    write_heading(title(plan))
+    write_facts([("from", _origin(plan)), ("tensors", _fates(plan)), ("notes", plan.notes)])
+    write_settings(plan)
+    _write_bytes(plan)
+    _write_modules(plan)
+    for name, heading in _SECTIONS:
+        _write_reasons(heading, getattr(plan, name))
+    if plan.verdict is not None:
+        write()
+        write_heading(f"Verdict: the weights {'fit' if plan.verdict.fits else 'do not fit'}")
+        write_facts(
+            [
+                ("needed", _size(plan.verdict.needed)),
+                ("available", _size(plan.verdict.available)),
+                ("so", plan.verdict.advice),
+            ]
+        )
+
+
+def write_report(report: Report) -> None:
+    """Show what came of a plan, beside it."""
+    plan = report.plan
+    write_heading(title(plan))
+    write_facts(
+        [
+            ("from", _origin(plan)),
+            ("modules", _precisions(plan)),
+            ("notes", plan.notes),
+            ("seconds", f"{report.seconds:.2f}"),
+        ]
+    )
+    write_settings(plan)
+    write()
+    rows = [
+        ("resident", _size(plan.bytes.resident), _size(report.resident)),
+        ("device peak", _size(plan.bytes.device_peak), _measured(report.device_peak)),
+        ("host peak, anonymous", _size(plan.bytes.host_peak_anonymous), _measured(report.host_peak_anonymous)),
+    ]
+    write_heading("Bytes")
+    write_table(("", "planned", "outcome"), rows, right=("planned", "outcome"))
+    write()
+    if report.differences:
+        write_heading("The outcome differs from the plan")
+        write_facts([("differences", report.differences)])
+    else:
+        write("The outcome is what was planned.")
+
+
+def title(plan: Plan) -> str:
+    """What a plan loads, in one line."""
+    variant = f", variant {plan.origin.variant}" if plan.origin.variant else ""
+    return f"{plan.origin.family}{variant}: {plan.origin.model} on {plan.device}, computed in {plan.compute_dtype}"
+
+
+def write_settings(plan: Plan) -> None:
+    """What was requested, what is done, and why."""
+    write()
+    write_heading("Settings")
+    rows = ((name, decision.requested, decision.engaged, decision.reason) for name, decision in plan.settings.items())
+    write_table(("setting", "requested", "engaged", "reason"), rows)
+
+
+def _origin(plan: Plan) -> str:
+    origin = plan.origin
+    names = f"{origin.layout} names" if origin.layout else "names that native and diffusers layouts share"
+    prefix = f", prefix {origin.prefix}" if origin.prefix else ""
+    return names + prefix + (f", component {origin.component}" if origin.component else "")
+
+
+def _fates(plan: Plan) -> str:
+    counts = Counter(tensor.fate for tensor in plan.tensors)
+    return ", ".join(f"{count} {fate}" for fate, count in counts.most_common())
+
+
+def _precisions(plan: Plan) -> str:
+    return ", ".join(f"{count} {precision}" for precision, count in plan.precisions.items())
+
+
+def _write_bytes(plan: Plan) -> None:
+    write()
+    write_heading("Bytes")
+    named = {
+        "resident": plan.bytes.resident,
+        "device peak": plan.bytes.device_peak,
+        "host peak, anonymous": plan.bytes.host_peak_anonymous,
+        "read from the file": plan.bytes.read,
+    }
+    rows = ((name, mebibytes(count), f"{count:,}") for name, count in named.items())
+    write_table(("", "MiB", "bytes"), rows, right=("MiB", "bytes"))
+
+
+def _write_modules(plan: Plan) -> None:
+    """Modules in blocks, then those of them that a rule keeps out of quantisation."""
+    write()
+    write_heading(f"Modules: {_precisions(plan)}")
+    _write_collapsed("class", ((module.path, (module.precision, module.kind)) for module in plan.modules))
+    kept = [module for module in plan.modules if module.codec is None and module.reason]
+    if kept:
+        write()
+        write_heading("Kept from quantisation")
+        _write_collapsed("reason", ((module.path, (module.precision, module.reason)) for module in kept))
+
+
+def _write_collapsed(last: str, modules: Iterable[tuple[str, tuple[str, str]]]) -> None:
+    rows = ((block.pattern, f"{block.count} × {block.label[0]}", block.label[1]) for block in collapse(modules))
+    write_table(("modules", "precision", last), rows)
+
+
+def _write_reasons(heading: str, reasons: Mapping[str, str]) -> None:
+    if reasons:
+        write()
+        write_heading(heading)
+        rows = ((block.pattern, str(block.count), block.label) for block in collapse(reasons.items()))
+        write_table(("tensors", "count", "reason"), rows, right=("count",))
+
+
+def _size(count: int) -> str:
+    return f"{mebibytes(count)} ({exact_bytes(count)})"
+
+
+def _measured(count: int | None) -> str:
+    return "not measured" if count is None else _size(count)
