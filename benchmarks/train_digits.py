@@ -56,8 +56,8 @@ SAMPLE_SEED = 0
 SAMPLE_STEPS = 8
 
 DATA = (
-    "Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998 "
-    "(CC BY 4.0), preprocessed with programs of NIST; its test set as sklearn.datasets.load_digits has it "
+    "Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998, "
+    "preprocessed with programs of NIST; its test set as sklearn.datasets.load_digits has it "
     "(scikit-learn is BSD-3-Clause)"
 )
 METADATA = {
@@ -348,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="train, and write the two files to this folder")
     what.add_argument("--check", type=Path, metavar="FOLDER", help="count the recognised samples of the written files")
-    parser.add_argument("--steps", type=int, default=6000, help="training steps (%(default)s)")
+    parser.add_argument("--steps", type=int, default=3000, help="training steps (%(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop training after so long, at any step")
     parser.add_argument("--batch", type=int, default=256, help="images per step (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its peak (%(default)s)")
