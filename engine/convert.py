@@ -1,0 +1,162 @@
+"""Writes a checkpoint back in another naming: values and dtypes as they are, in a stream, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from slipcast.engine.build import model_class
+from slipcast.engine.conversion import Conversion, convert_header
+from slipcast.engine.safetensors_writer import Progress, write_tensors
+from slipcast.registry.claims import Layout
+from slipcast.registry.errors import SettingsError, UnsupportedFileError
+from slipcast.registry.identify import Match
+from slipcast.registry.new_files import new_file, new_folder, refuse_place
+
+SUFFIX = ".safetensors"
+CONFIG = "config.json"
+WEIGHTS: Mapping[str, str] = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
+"""What each library calls the weights in a model's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What a conversion wrote.
+
+    Attributes:
+        path: the file or folder that was named.
+        files: the files that were written.
+        family: id of the model's family.
+        source_layout: whose names the input bears; None where the two namings are one.
+        conversion: names, dtypes and shapes of the output, and what it lacks.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    family: str
+    source_layout: Layout | None
+    conversion: Conversion
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contract of ``slipcast convert --json``."""
+        conversion = self.conversion
+        return {
+            "path": str(self.path),
+            "files": [str(file) for file in self.files],
+            "family": self.family,
+            "layout": {"from": self.source_layout, "to": conversion.layout},
+            "prefix": conversion.prefix,
+            "tensors": len(conversion.tensors),
+            "bytes": conversion.nbytes,
+            "left_out": dict(conversion.left_out),
+            "altered": list(conversion.altered),
+        }
+
+
+def convert(
+    match: Match,
+    out: Path,
+    layout: Layout,
+    *,
+    prefix: str | None = None,
+    overwrite: bool = False,
+    others: Sequence[Match] = (),
+    unexpected: Sequence[str] = (),
+    progress: Progress | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> Converted:
+    """Write a model in another naming.
+
+    Args:
+        match: the identified model.
+        out: a file whose name ends in ``.safetensors``; in the model's own names also a folder, which gets the
+            weights and a ``config.json``.
+        layout: ``native`` or ``diffusers``, as the model class names its tensors.
+        prefix: what to put before each name; see ``convert_header``.
+        overwrite: whether to replace what lies at ``out``.
+        others: the other models found in the same file; they are left out.
+        unexpected: globs of plain tensors that may be left over.
+        progress: called with the bytes written so far and in all.
+        cancelled: asked after each piece; once it says True nothing is left of the output.
+
+    Raises:
+        SlipcastError: as ``convert_header`` does; ``UnsupportedFileError`` where ``out`` is the input itself, is there
+            already, or can't hold the layout; ``LoadCancelled``.
+    """
+    folder = out.is_dir() or out.suffix != SUFFIX
+    weights = out / WEIGHTS[match.family.model.partition(".")[0]] if folder else out
+    _check_destination(match, out, weights, layout, folder=folder, prefix=prefix, overwrite=overwrite)
+    conversion = convert_header(match, layout, prefix=prefix, others=others, unexpected=unexpected)
+    metadata = dict(match.header.metadata)
+    if layout == "diffusers":
+        metadata.setdefault("format", "pt")  # transformers refuses files without it
+    with ExitStack() as stack:
+        files = [weights]
+        if folder:
+            stack.enter_context(new_folder(out))
+            files.append(out / CONFIG)
+            config = stack.enter_context(new_file(files[1], overwrite=overwrite))
+            config.write(_config(match).encode())
+        file = stack.enter_context(new_file(weights, overwrite=overwrite))
+        write_tensors(file, match.header, conversion.tensors, metadata, progress=progress, cancelled=cancelled)
+    return Converted(out, tuple(files), match.family.id, match.layout, conversion)
+
+
+def _check_destination(
+    match: Match, out: Path, weights: Path, layout: Layout, *, folder: bool, prefix: str | None, overwrite: bool
+) -> None:
+    """Refuse a place that the output can't or must not have, before anything is computed."""
+    inputs = {file.resolve() for file in match.header.files}
+    if weights.resolve() in inputs or out.resolve() == match.header.path.resolve():
+        raise UnsupportedFileError(
+            "the output is the input itself",
+            expected="another file or folder than the one that is read",
+            hint="name another place; the input is read while the output is written",
+            path=out,
+        )
+    if not folder:
+        refuse_place(weights, overwrite=overwrite)
+        return
+    if layout == "native":
+        raise UnsupportedFileError(
+            "a folder for a checkpoint in native names",
+            expected=f"a file whose name ends in {SUFFIX}",
+            hint=f"name one, for example {out.name or 'model'}{SUFFIX}",
+            path=out,
+        )
+    if prefix:
+        raise SettingsError(
+            f"the prefix {prefix!r} in a folder",
+            expected="names without a prefix, as the model class has them",
+            hint=f"leave the prefix out, or write a file whose name ends in {SUFFIX}",
+            field="prefix",
+        )
+    foreign = (
+        sorted(path.name for path in out.iterdir() if path.name not in (weights.name, CONFIG)) if out.is_dir() else []
+    )
+    if foreign:
+        raise UnsupportedFileError(
+            f"a folder that holds {len(foreign)} other files",
+            expected=f"a new folder, or one with {weights.name} and {CONFIG} alone",
+            hint="name another folder: beside other files it would not be clear which the model is",
+            path=out,
+            items=foreign,
+        )
+    for path in (weights, out / CONFIG) if out.is_dir() else (out,):
+        refuse_place(path, overwrite=overwrite)
+
+
+def _config(match: Match) -> str:
+    """The text of a folder's config.json: the constructor's arguments, and the class that they are for."""
+    library, _, name = match.family.model.partition(".")
+    if library == "diffusers":
+        head: dict[str, Any] = {"_class_name": name, "_diffusers_version": version("diffusers")}
+    else:
+        kind: Any = model_class(match.family.model)
+        head = {"architectures": [name], "model_type": kind.config_class.model_type}
+    return json.dumps({**head, **match.config}, indent=2, sort_keys=False) + "\n"

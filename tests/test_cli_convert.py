@@ -1,0 +1,60 @@
+"""``slipcast convert`` as users and programs meet it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.command_line import json_of, output_of, run
+from support.tiny_z_image import natively, tiny_tensors, write_native
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Path:
+    return write_native(tmp_path / "native.safetensors", tiny_tensors())
+
+
+def test_there_and_back(tmp_path: Path, native: Path) -> None:
+    folder, back = tmp_path / "transformer", tmp_path / "back.safetensors"
+    written = json_of("convert", native, folder, "--layout", "diffusers")
+    assert written["family"] == "z-image"
+    assert written["layout"] == {"from": "native", "to": "diffusers"}
+    assert written["files"] == [str(folder / "diffusion_pytorch_model.safetensors"), str(folder / "config.json")]
+    assert (written["left_out"], written["altered"], written["prefix"]) == ({}, [], "")
+    assert written["tensors"] == len(tiny_tensors())
+    assert written["bytes"] == sum(tensor.nbytes for tensor in tiny_tensors().values())
+    shown = output_of("convert", folder, back, "--layout", "native", "--prefix", "model.diffusion_model.")
+    assert "from diffusers to native" in shown
+    assert "model.diffusion_model." in shown
+    expected = {f"model.diffusion_model.{name}": tensor for name, tensor in load_file(native).items()}
+    actual = load_file(back)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_is_lost_is_said(tmp_path: Path) -> None:
+    tensors = natively(tiny_tensors())
+    save_file({**tensors, "norm_final.weight": torch.ones(64)}, tmp_path / "native.safetensors")
+    shown = output_of("convert", tmp_path / "native.safetensors", tmp_path / "out.safetensors", "--layout", "diffusers")
+    assert "norm_final.weight: the norm has no weight in the model class" in shown
+    assert "is lost" in shown
+
+
+def test_nothing_is_replaced_unless_asked(tmp_path: Path, native: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    out.write_bytes(b"mine")
+    error = json_of("convert", native, out, "--layout", "diffusers", exit_code=2)
+    assert error["error"] == "UnsupportedFileError"
+    assert out.read_bytes() == b"mine"
+    json_of("convert", native, out, "--layout", "diffusers", "--overwrite")
+    assert len(load_file(out)) == len(tiny_tensors())
+
+
+def test_tensors_that_may_be_left_over(tmp_path: Path) -> None:
+    path, out = tmp_path / "native.safetensors", tmp_path / "out.safetensors"
+    save_file({**natively(tiny_tensors()), "extra.weight": torch.ones(2)}, path)
+    assert run("convert", path, out, "--layout", "diffusers").exit_code == 2
+    written = json_of("convert", path, out, "--layout", "diffusers", "--set", "unexpected=[extra.*]")
+    assert list(written["left_out"]) == ["extra.weight"]
