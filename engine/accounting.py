@@ -1,4 +1,4 @@
-"""Every tensor of the file in exactly one place, every tensor of the model from exactly one source, or an error that lists them."""
+"""Every tensor of the file in exactly one place, every tensor of the model from one source, or an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from slipcast.engine.plan import Fate, FileTensor, Piece
+from slipcast.engine.plan import FileTensor, Piece
 from slipcast.registry.errors import AccountingError, QuantisationError
 from slipcast.registry.header import Shape
 from slipcast.registry.identify import Match
@@ -21,7 +21,7 @@ class Accounts:
     """Where each tensor of the model comes from, and what becomes of the rest.
 
     Attributes:
-        pieces: model name -> the pieces of the file that make it; a tied tensor without a source of its own is missing here.
+        pieces: model name -> the pieces of the file that make it; a tied tensor may have none of its own.
         links: the links that hold, for the way back.
         unused: fates of the tensors of the file that no target takes.
     """
@@ -227,7 +227,10 @@ def _unaccounted(
     ]
     outside = [name for name in match.everything.weights if not name.startswith(match.prefix)]
     if outside and match.prefix:
-        hint = f"{len(outside)} tensors lie outside the prefix {match.prefix!r}: a file with mixed prefixes is of two models, or damaged"
+        hint = (
+            f"{len(outside)} tensors lie outside the prefix {match.prefix!r}: "
+            "a file with mixed prefixes is of two models, or damaged"
+        )
     elif left_over and not missing and not problems:
         hint = (
             "if they are known to be superfluous, let them pass with the setting unexpected, for example "

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-
 from slipcast.registry.errors import ConfigError, FamilyFileError
+from torch import nn
 
 _LIBRARIES = ("diffusers", "transformers")
 _REGISTRATION = threading.Lock()
@@ -97,10 +96,8 @@ def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
     kind = model_class(name)
     arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
     try:
-        if name.startswith("transformers."):
-            model = kind(_config_class(kind)(**arguments))
-        else:
-            model = kind(**arguments)
+        described = name.startswith("transformers.")
+        model = kind(_config_class(kind)(**arguments)) if described else kind(**arguments)
     except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"{name} refuses its configuration: {type(error).__name__}: {error}",

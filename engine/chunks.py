@@ -1,4 +1,4 @@
-"""Cuts the pieces of a target into chunks of rows, so that casting never holds more than one chunk, and says what that takes."""
+"""Cuts the pieces of a target into chunks of rows, so that casting holds one at a time, and says what that takes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Chunk:
 
 
 def is_whole(target: Target, piece: Piece) -> bool:
-    """Whether a piece has to be read in one go: its bytes do not lie as the target's rows do, or one scale needs all rows."""
+    """Whether a piece is read in one go: its bytes do not lie as the target's rows do, or one scale needs all rows."""
     if piece.operation == "transpose":
         return True
     return target.how == "encode" and not _codec(target).streams

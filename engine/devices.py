@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-
 from slipcast.registry.errors import DeviceError
 
 _DESCRIBED = re.compile(r"^cuda:(?P<major>\d{1,2})\.(?P<minor>\d),\s*(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>GiB|GB|MiB)$")
@@ -79,7 +78,7 @@ def _cpu() -> Device:
 
 
 def _cpu_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 natively; elsewhere torch emulates it, many times slower than float32."""
+    """Whether the processor multiplies bfloat16 natively; elsewhere torch emulates it, slower than float32."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
     return any(bool(getattr(torch.cpu, name, lambda: False)()) for name in names)
 

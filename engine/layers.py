@@ -14,11 +14,12 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
 from slipcast.engine.codecs.base import Codec, Part, Shape, bits, is_plain_float
 from slipcast.engine.weight_entries import WEIGHT, is_weight_entry, read_entries, tensor_name
 from slipcast.registry.errors import QuantisationError
-from torch import Tensor, nn
-from torch.nn import functional
 
 
 class QuantisedModule(nn.Module):
@@ -284,7 +285,7 @@ def quantisation_obstacle(module: nn.Module, codec: Codec) -> str | None:
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.sparse:
             return "an embedding with max_norm or sparse gradients writes to its weight"
-        if not codec.selects_rows:
+        if not codec.embeds:
             return f"rows of {codec.name} can't be decoded by themselves"
     return codec.obstacle(tuple(weight.shape))
 

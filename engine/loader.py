@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
-
 from slipcast.engine.build import build_with_buffers
 from slipcast.engine.chunks import Chunk, chunks, is_whole
 from slipcast.engine.codecs.base import SCALE
@@ -15,10 +13,12 @@ from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.layers import quantise_module_
 from slipcast.engine.materialise import refuse_meta_tensors
 from slipcast.engine.plan import Piece, Plan, Target
+from slipcast.engine.quantised_model import mark_quantised_
 from slipcast.engine.reader import Reader, open_reader
 from slipcast.registry.errors import LoadCancelled, QuantisationError
 from slipcast.registry.header import Header
 from slipcast.registry.quantisation import Bundle, assemble
+from torch import nn
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
@@ -244,7 +244,8 @@ def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.
         if target.how == "tie":
             _tie(model, target.name, target.tied_to or "")
     refuse_meta_tensors(model)
-    return model
+    quantised = any(module.codec is not None for module in plan.modules)
+    return mark_quantised_(model) if quantised else model
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
-
 from slipcast.registry.errors import AccountingError
+from torch import nn
 
 _DEPTH = 6
 

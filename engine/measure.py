@@ -10,9 +10,8 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch import nn
-
 from slipcast.engine.devices import Device
+from torch import nn
 
 _STATUS = Path("/proc/self/status")
 _INTERVAL = 0.003

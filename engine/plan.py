@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-
 from slipcast.registry.errors import PlanMismatchError
 from slipcast.registry.keymap.link import Operation
 
@@ -78,8 +77,9 @@ class Target(_Frozen):
     Attributes:
         name: its name in the model.
         shape: the model's (logical) shape.
-        how: ``adopt`` (a view of the mapped file), ``copy`` (cast at most), ``encode`` (quantise), ``keep`` (the file's codes and scales as they are), ``decode``
-            (dequantise in float32, then cast once), ``tie`` (the same tensor as another), ``computed`` (made by the class).
+        how: ``adopt`` (a view of the mapped file), ``copy`` (cast at most), ``encode`` (quantise), ``keep`` (the file's
+            codes and scales as they are), ``decode`` (dequantise in float32, then cast once), ``tie`` (another's tensor),
+            ``computed`` (made by the class).
         codec: name of the codec of a quantised weight, else None.
         stored: the tensors that it is kept in; a quantised weight has codes and scales, a tie none of its own.
         pieces: where its values come from.

@@ -12,9 +12,10 @@ from slipcast.engine.budget import predict_bytes, weigh_verdict
 from slipcast.engine.build import build_on_meta, unknown_arguments
 from slipcast.engine.devices import Device, resolve_device
 from slipcast.engine.model_tensors import model_tensors
-from slipcast.engine.module_precision import ModuleChoices, choose_modules
+from slipcast.engine.module_precision import ModuleChoices, ModuleChooser
 from slipcast.engine.plan import Bytes, Decision, FileTensor, Origin, Plan, Request, Target
 from slipcast.engine.precision import Rules, decide_dtype, decide_fp8
+from slipcast.engine.saved_quantisation import saved_quantisation
 from slipcast.engine.targets import TargetMaker
 from slipcast.registry.errors import UnsupportedFormatError
 from slipcast.registry.header import Header
@@ -53,6 +54,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         DeviceError: no such device.
     """
     refuse_formats(match)
+    saved = saved_quantisation(match.header)
     device, device_reason = resolve_device(settings.device)
     config, notes = _known_config(match)
     model = build_on_meta(match.family.model, config)
@@ -61,12 +63,13 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         name: tuple(tensor.shape) for name, tensor in chain(tensors.parameters.items(), tensors.persistent.items())
     }
     accounts = account(match, shapes, tensors.ties, others=others, unexpected=settings.unexpected)
-    dtype = decide_dtype(settings.dtype, match.family.precision, match.bundles.values(), device)
+    dtype = decide_dtype(settings.dtype, match.family.precision, match.bundles.values(), device, saved.compute_dtype)
     fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values())
     rules = Rules.of(match.family.precision)
 
     def planned(fp8_mode: str) -> tuple[ModuleChoices, tuple[Target, ...], Bytes]:
-        modules = choose_modules(model, match, accounts, rules, dtype.engaged, fp8_mode, settings.fp8.remainder)
+        chooser = ModuleChooser(match, accounts, rules, saved, dtype.engaged, fp8_mode, settings.fp8.remainder)
+        modules = chooser.choose(model)
         maker = TargetMaker(match, accounts, modules.by_weight, rules, dtype.engaged, device, settings.mmap)
         targets = tuple(maker.targets(tensors))
         return modules, targets, predict_bytes(targets, match, device, settings)
@@ -79,7 +82,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
             "device": Decision(requested=settings.device, engaged=device.name, reason=device_reason),
             "dtype": dtype,
             "fp8": fp8,
-            **modules.decisions,
+            **({"fp8.remainder": modules.remainder} if modules.remainder is not None else {}),
             "mmap": _mmap_decision(settings.mmap, device),
         },
         device=device.name,

@@ -7,25 +7,36 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from slipcast.engine.devices import Device
+from slipcast.engine.kept_codes import FLOAT8_FORMATS
 from slipcast.engine.plan import Decision
 from slipcast.registry.family import Family, Precision
 from slipcast.registry.keymap.place import Place, parse_place
 from slipcast.registry.quantisation import Bundle
 
 TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-FLOAT8_FORMATS = frozenset({"fp8_scaled", "fp8_raw"})
 
 
-def decide_dtype(requested: str, precision: Precision, bundles: Iterable[Bundle], device: Device) -> Decision:
+def decide_dtype(
+    requested: str, precision: Precision, bundles: Iterable[Bundle], device: Device, saved: str | None
+) -> Decision:
     """The dtype that the model computes in.
 
     ``auto`` asks the family file, which mostly asks the checkpoint. A dtype named outright is taken, but float16 never
     where the family says that its activations overflow.
+
+    Args:
+        requested: auto, or torch's name of a dtype.
+        precision: the family's rules.
+        bundles: the file's weights.
+        device: where the model goes.
+        saved: the compute dtype that a config.json names, where slipcast saved the model.
     """
-    if requested == "auto":
-        dtype, reason = _family_dtype(precision, bundles)
-    else:
+    if requested != "auto":
         dtype, reason = requested, "as requested"
+    elif saved is not None:
+        dtype, reason = saved, "the model computed in it when it was saved"
+    else:
+        dtype, reason = _family_dtype(precision, bundles)
     if dtype == "float16" and precision.fp16 == "unsafe":
         dtype, reason = "float32", "activations of this family overflow float16"
     if requested == "auto" and not device.computes(dtype):

@@ -1,16 +1,15 @@
-"""Reads values out of a checkpoint's files: as views of the mapped file, or into memory through a buffer that is reused."""
+"""Reads values out of a checkpoint's files: as views of the mapped file, or through a buffer that is reused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import FileIO
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from io import FileIO
 from typing import Protocol
 
 import torch
-
 from slipcast.registry.errors import HeaderError, UnsupportedFormatError
 from slipcast.registry.header import Header, TensorInfo
 
@@ -82,7 +81,7 @@ def torch_dtype(tensor: TensorInfo) -> torch.dtype:
 
 
 def is_aligned(tensor: TensorInfo, rows: tuple[int, int] | None = None) -> bool:
-    """Whether the tensor, or its rows from ``rows[0]``, may be looked at in place: torch wants whole items before it."""
+    """Whether the tensor, or its rows from ``rows[0]``, may be viewed in place: torch wants whole items before it."""
     dtype = TORCH_DTYPES.get(tensor.dtype)
     if dtype is None:
         return False
@@ -91,7 +90,7 @@ def is_aligned(tensor: TensorInfo, rows: tuple[int, int] | None = None) -> bool:
 
 
 class MappedReader:
-    """Views of privately mapped files: nothing is read before it is touched, and writing to a view leaves the file alone."""
+    """Views of privately mapped files: nothing is read before it is touched; writes leave the file alone."""
 
     def __init__(self, header: Header) -> None:
         self._header = header

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from slipcast.engine.measure import Peaks, count_bytes
 from slipcast.engine.plan import Plan
+from torch import nn
 
 _MIB = 2**20
 
@@ -48,16 +47,19 @@ class Report:
         """The load in one line, for the log."""
         plan = self.plan
         quantised = sum(module.codec is not None for module in plan.modules)
+        kept = sum(module.codec is None and bool(module.reason) for module in plan.modules)
         refused = "; ".join(
             f"{name}={decision.requested} became {decision.engaged}: {decision.reason}"
             for name, decision in plan.settings.items()
             if decision.requested not in ("auto", decision.engaged)
         )
         variant = f" ({plan.origin.variant})" if plan.origin.variant else ""
+        storage = "fp8" if quantised else plan.compute_dtype
         return (
-            f"{plan.origin.family}{variant}: storage {'fp8' if quantised else plan.compute_dtype}, compute {plan.compute_dtype}, "
-            f"{plan.bytes.resident / _MIB:,.1f} MiB predicted, {self.resident / _MIB:,.1f} MiB resident on {plan.device}, "
-            f"{quantised} modules quantised, {len(plan.modules) - quantised} kept, {self.seconds:.2f} s"
+            f"{plan.origin.family}{variant}: storage {storage}, compute {plan.compute_dtype}, "
+            f"{plan.bytes.resident / _MIB:,.1f} MiB predicted, {self.resident / _MIB:,.1f} MiB resident "
+            f"on {plan.device}, "
+            f"{quantised} modules quantised, {kept} kept in {plan.compute_dtype}, {self.seconds:.2f} s"
             + (f" [{refused}]" if refused else "")
         )
 

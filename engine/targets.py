@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-
 from slipcast.engine.accounting import Accounts
 from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
@@ -85,8 +84,11 @@ class TargetMaker:
             )
         dtype = self._dtype(name, tensor)
         stored = (stored_tensor(name, kind, dtype, shape),)
+        how = self._how(pieces, dtype)
         reason = choice.reason if choice is not None else ""
-        return Target(name=name, shape=shape, how=self._how(pieces, dtype), stored=stored, pieces=pieces, reason=reason)
+        if how == "decode" and not reason:
+            reason = "dequantised: only weights of layers keep codes"
+        return Target(name=name, shape=shape, how=how, stored=stored, pieces=pieces, reason=reason)
 
     def _pieces(self, name: str, ties: Mapping[str, str]) -> tuple[Piece, ...]:
         """The pieces of a tensor; of the first of several tied ones those of whichever the file has."""
@@ -104,7 +106,7 @@ class TargetMaker:
         return torch.float32 if self.rules.stays_fp32(name) else getattr(torch, self.compute_dtype)
 
     def _how(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> How:
-        """Adopted in place where the file's bytes are the model's; dequantised where they are codes; else copied and cast."""
+        """Adopted where the file's bytes are the model's, dequantised where they are codes, else copied and cast."""
         bundles = [self.match.everything.weights[piece.source] for piece in pieces]
         if any(not bundle.is_plain for bundle in bundles):
             return "decode"
@@ -127,5 +129,5 @@ def stored_tensor(name: str, kind: Kind, dtype: torch.dtype, shape: Shape) -> St
 
 
 def stored_name(weight: str, part: str) -> str:
-    """The state dict's name of a codec's part, beside its weight: ``a.weight`` and the scale give ``a.weight_scale``."""
+    """The state dict's name of a codec's part: the scale of ``a.weight`` is ``a.weight_scale``."""
     return weight.removesuffix(WEIGHT) + tensor_name(part)

@@ -1,4 +1,4 @@
-"""The model class's constructor arguments: read off the header, or taken from a folder's config.json and held against it."""
+"""The model class's constructor arguments: read off the header, or taken from a config.json and held against it."""
 
 from __future__ import annotations
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from slipcast.registry.errors import ExpressionError
 from slipcast.registry.expression import holds
-from slipcast.registry.header import Shape
+from slipcast.registry.names import Names
 
 
 class Criteria(Protocol):
@@ -54,15 +53,15 @@ class Evidence:
         return (len(self.found) + len(self.held)) / max(1, len(self.found) + len(self.held) + len(self.missing))
 
 
-def weigh(criteria: Criteria, shapes: Mapping[str, Shape]) -> Evidence:
+def weigh(criteria: Criteria, names: Names) -> Evidence:
     """Hold criteria against native names and logical shapes."""
-    found = tuple(name for name in criteria.has if is_there(name, shapes))
-    present = tuple(name for name in criteria.hasnt if is_there(name, shapes))
+    found = tuple(name for name in criteria.has if names.is_there(name))
+    present = tuple(name for name in criteria.hasnt if names.is_there(name))
     missing = [name for name in criteria.has if name not in found] + [f"{name} should not be there" for name in present]
     held: list[str] = []
     for condition in criteria.where:
         try:
-            true = not missing and holds(condition, shapes)
+            true = not missing and holds(condition, names)
         except ExpressionError:
             true = False
         if true:
@@ -70,8 +69,3 @@ def weigh(criteria: Criteria, shapes: Mapping[str, Shape]) -> Evidence:
         else:
             missing.append(condition)
     return Evidence(found, tuple(missing), tuple(name for name in criteria.hasnt if name not in present), tuple(held))
-
-
-def is_there(name: str, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a tensor has this name, or begins with it at a dot."""
-    return name in shapes or any(key.startswith(name + ".") for key in shapes)

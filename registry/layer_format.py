@@ -1,4 +1,4 @@
-"""Which quantisation format one layer is in: a decision on its dtypes, its side tensors and what the file says of it."""
+"""Which quantisation format a layer is in: a decision on dtypes, side tensors and what the file says of it."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _float8(
 
 
 def _nibbles(described: Mapping[str, Any]) -> dict[str, Any]:
-    """A layer that carries this metadata is in the layout of the program that writes it: swizzled, high nibble first."""
+    """A layer that is described is in the layout of the program that describes: swizzled, high nibble first."""
     return {"layout": "swizzled"} if described else {}
 
 

@@ -25,7 +25,8 @@ def inspect(path: str | Path, **settings: Any) -> Inspection:
 
     Args:
         path: a .safetensors file, an index of shards, a component's folder or a pipeline's folder.
-        settings: those of configs/defaults.yaml; here ``families``, ``family``, ``component`` and ``header_limit_mib`` matter.
+        settings: those of configs/defaults.yaml; here ``families``, ``family``,
+            ``component`` and ``header_limit_mib`` matter.
 
     Returns:
         Family, variant, layout, prefix, formats with counts, components, sizes in bytes, and the evidence.
@@ -49,7 +50,7 @@ def plan(path: str | Path, **settings: Any) -> Plan:
         The plan; bytes are elements x item size over all parameters and buffers, ties once.
 
     Raises:
-        SlipcastError: the checkpoint does not add up, is in a format that can't be loaded, or asks for what can't be served.
+        SlipcastError: the checkpoint does not add up, or is in a format that can't be loaded.
     """
     resolved = resolve(path, settings)
     return _plan(identify_path(path, resolved), resolved)
@@ -77,7 +78,7 @@ def load(
         The model in eval mode, every tensor of it real and on the plan's device, and the report.
 
     Raises:
-        SlipcastError: as ``plan`` does; ``PlanMismatchError`` for a plan that was made for another file; ``LoadCancelled``.
+        SlipcastError: as ``plan`` does; ``PlanMismatchError`` for a plan of another file; ``LoadCancelled``.
     """
     from slipcast.engine.devices import resolve_device
     from slipcast.engine.loader import execute

@@ -65,8 +65,8 @@ class Codec(ABC):
         return False
 
     @property
-    def selects_rows(self) -> bool:
-        """Whether rows can be taken out of the parts and decoded by themselves, which an embedding needs."""
+    def embeds(self) -> bool:
+        """Whether an embedding can be stored so: rows are chosen and decoded by themselves without much ado."""
         return False
 
     @classmethod
@@ -112,7 +112,10 @@ class Codec(ABC):
         raise NotImplementedError(self.name)
 
     def select_rows(self, parts: Parts, rows: Tensor) -> dict[str, Tensor]:
-        """The parts of the matrix that consists of the given rows (int64 ``[n]``) of a 2-D weight."""
+        """The parts of the weight that consists of the given rows (int64 ``[n]``) of this one: no value changes.
+
+        Only where outputs lie on axis 0. Of formats that pad rows, rows beyond the logical shape can't be chosen.
+        """
         raise NotImplementedError(self.name)
 
     def for_axis(self, axis: int) -> Codec:  # noqa: ARG002 - most formats hold matrices alone
@@ -176,23 +179,7 @@ def multiplied(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Codes of 8 bits are exact in float16 and bfloat16. So on a GPU one kernel can read them in the small dtype, multiply
     in float32 and write the small dtype: 7 bytes of traffic for each element instead of 19, with the same result.
     """
-    if codes.is_cuda and dtype.itemsize == 2:
+    if codes.is_cuda and codes.dtype.itemsize == 1 and dtype.itemsize == 2:
         small = codes.to(dtype)
         return torch.mul(small, scale, out=small)
     return codes.to(torch.float32).mul_(scale).to(dtype)
-
-
-def refuse_non_finite(amax: Tensor) -> None:
-    """Raise where a largest magnitude, and with it a weight, is infinite or not a number.
-
-    Raises:
-        QuantisationError: with the number of scales concerned.
-    """
-    finite = torch.isfinite(amax)
-    if not bool(finite.all()):
-        raise QuantisationError(
-            f"a weight with values that are not finite, under {int((~finite).sum())} of its {amax.numel()} scales",
-            expected="finite weights, since the largest magnitude gives the scale",
-            hint="the checkpoint is damaged, or was saved in a dtype too small for it; get another copy, or keep this "
-            "weight in its float dtype",
-        )

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-import click
-
 _MIB = 2**20
+_BOLD, _RESET = "\x1b[1m", "\x1b[0m"
 _UNBOUNDED = 100_000
 """A width that no line reaches."""
 
@@ -37,17 +36,22 @@ def _escaped(letter: str) -> str:
 
 def write(text: str = "", *, to_errors: bool = False) -> None:
     """Write a line, or several."""
-    click.echo(printable(text), err=to_errors)
+    _put(printable(text), sys.stderr if to_errors else sys.stdout)
+
+
+def _put(text: str, stream: TextIO | None = None) -> None:
+    """Write at once, so that a pipe that nobody reads any more shows here and not when the process ends."""
+    print(text, file=stream or sys.stdout, flush=True)
 
 
 def write_json(value: Any) -> None:
     """Write plain data as JSON, in ASCII, so that no name and no encoding of the terminal can break it."""
-    click.echo(json.dumps(value, indent=2, allow_nan=False))
+    _put(json.dumps(value, indent=2, allow_nan=False))
 
 
 def write_heading(text: str) -> None:
     """Write the heading of a section."""
-    click.echo(click.style(printable(text), bold=True) if in_colour() else printable(text))
+    _put(f"{_BOLD}{printable(text)}{_RESET}" if in_colour() else printable(text))
 
 
 def write_facts(facts: Iterable[tuple[str, str | Sequence[str]]]) -> None:
@@ -87,7 +91,7 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
     )
     with console.capture() as capture:
         console.print(Padding(table, (0, 0, 0, 2)))
-    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    _put("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 @contextmanager

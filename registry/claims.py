@@ -1,0 +1,103 @@
+"""Asks families whether a header is theirs: under each prefix, in the file's native names and in the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slipcast.registry.evidence import Evidence, weigh
+from slipcast.registry.family import Family, Variant
+from slipcast.registry.header import Shape
+from slipcast.registry.names import Names
+from slipcast.registry.quantisation import Bundle
+
+Layout = Literal["native", "diffusers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One family's answer to one header, under the prefix and in the naming where it found most.
+
+    Attributes:
+        family: the family that was asked.
+        prefix: the prefix under which it found most.
+        layout: the naming in which it found most.
+        evidence: what it found and missed.
+        names: native names and logical shapes, as the family reads them.
+    """
+
+    family: Family
+    prefix: str
+    layout: Layout
+    evidence: Evidence
+    names: Names
+
+
+def ask(weights: Mapping[str, Bundle], catalogue: Mapping[str, Family]) -> tuple[Answer, ...]:
+    """Every family's answer to a header's weights, the one that found most of its evidence first."""
+    under: dict[str, Names] = {}
+    answers = [_best_answer(weights, family, under) for family in catalogue.values()]
+    return tuple(
+        sorted(answers, key=lambda answer: (not answer.evidence.complete, -answer.evidence.share, answer.family.id))
+    )
+
+
+def strip_prefix(weights: Mapping[str, Bundle], prefix: str) -> dict[str, Bundle]:
+    """The weights that begin with a prefix, by the rest of their names."""
+    return {name[len(prefix) :]: bundle for name, bundle in weights.items() if name.startswith(prefix)}
+
+
+def _best_answer(weights: Mapping[str, Bundle], family: Family, under: dict[str, Names]) -> Answer:
+    """Try the prefixes from long to short, and under each the native names before the model's."""
+    best: Answer | None = None
+    for prefix in sorted(family.prefixes, key=len, reverse=True):
+        if prefix not in under:
+            shapes: dict[str, Shape] = {name: bundle.shape for name, bundle in strip_prefix(weights, prefix).items()}
+            under[prefix] = Names(shapes)
+        for answer in _answers(family, prefix, under[prefix]):
+            if answer.evidence.complete:
+                return answer
+            if best is None or answer.evidence.share > best.evidence.share:
+                best = answer
+    assert best is not None  # a family has at least one prefix
+    return best
+
+
+def _answers(family: Family, prefix: str, names: Names) -> list[Answer]:
+    native = Answer(family, prefix, "native", weigh(family.identify, names), names)
+    if native.evidence.complete or not names:
+        return [native]
+    view = Names(family.key_map.native_view(names))
+    return [native, Answer(family, prefix, "diffusers", weigh(family.identify, view), view)]
+
+
+@dataclass(frozen=True, slots=True)
+class VariantChoice:
+    """A variant, why it was chosen, and whether that is a guess."""
+
+    name: str
+    reason: str
+    guessed: bool
+
+
+def choose_variant(variants: Mapping[str, Variant], names: Names, path: Path) -> VariantChoice | None:
+    """The variant of a family; None where it has none that fits.
+
+    What tensors show goes before what a file name says, and that before the default.
+    """
+    for name, variant in variants.items():
+        if variant.has or variant.hasnt or variant.where:
+            evidence = weigh(variant, names)
+            if evidence.complete:
+                shown = [*evidence.found, *(f"no {absent}" for absent in evidence.absent), *evidence.held]
+                return VariantChoice(name, ", ".join(shown), False)
+    for name, variant in variants.items():
+        for word in variant.guess_from_filename:
+            if word.lower() in path.name.lower():
+                return VariantChoice(name, f"the file name contains {word!r}", True)
+    for name, variant in variants.items():
+        if variant.default:
+            return VariantChoice(name, "no tensor and no file name says otherwise", True)
+    return None
