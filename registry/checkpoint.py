@@ -13,6 +13,7 @@ from typing import Any
 
 from slipcast.registry.errors import HeaderError, UnsupportedFileError
 from slipcast.registry.foreign_files import foreign_name
+from slipcast.registry.gguf_header import is_gguf_name, read_gguf
 from slipcast.registry.header import Checkpoint, Header, TensorInfo
 from slipcast.registry.safetensors_header import read_safetensors
 from slipcast.registry.sharded import is_index_name, read_sharded, shard_total
@@ -32,12 +33,12 @@ def read_checkpoint(path: str | Path, *, limit_mib: int = 100) -> Checkpoint:
     taken; a file of another variant can be named itself.
 
     Args:
-        path: a .safetensors file, a .safetensors.index.json, a component's folder or a pipeline's folder.
+        path: a .safetensors or .gguf file, a .safetensors.index.json, a component's folder or a pipeline's folder.
         limit_mib: the longest header or index that is read.
 
     Raises:
         HeaderError: a file is missing, unreadable, damaged, or contradicts the index.
-        UnsupportedFileError: a pickle, GGUF, a folder without a model, or one with several.
+        UnsupportedFileError: a pickle, a folder without a model, or one with several.
     """
     path = Path(path)
     status = status_of(path)
@@ -98,7 +99,10 @@ def _read_file(path: Path, limit_mib: int) -> Header:
     return read(path, limit_mib=limit_mib)
 
 
-_READERS: tuple[tuple[Callable[[str], bool], Callable[..., Header]], ...] = ((is_index_name, read_sharded),)
+_READERS: tuple[tuple[Callable[[str], bool], Callable[..., Header]], ...] = (
+    (is_index_name, read_sharded),
+    (is_gguf_name, read_gguf),
+)
 """Which names are read by something else than ``read_safetensors``; the first that applies."""
 
 

@@ -25,8 +25,6 @@ def foreign_name(path: Path) -> SlipcastError | None:
     suffix = path.suffix.lower()
     if suffix in PICKLE_SUFFIXES:
         return _pickle(path, f"the name ends in {suffix}, which is a Python pickle and can run code when it is loaded")
-    if suffix == ".gguf":
-        return _gguf(path)
     return None
 
 
@@ -53,7 +51,12 @@ def foreign_content(path: Path, first: bytes, size: int) -> SlipcastError | None
     if first[:1] == b"\x80" and first[1:2] in b"\x01\x02\x03\x04\x05" and len(first) > 1:
         return _pickle(path, "the file is a Python pickle, which can run code when it is loaded")
     if first.startswith(b"GGUF"):
-        return _gguf(path)
+        return UnsupportedFileError(
+            "the file is GGUF, under a name that says otherwise",
+            expected="a name that ends in .gguf",
+            hint="Rename the file.",
+            path=path,
+        )
     if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         return HeaderError(
             "the file is a web page, probably an error or a login page that was saved under the model's name",
@@ -85,10 +88,4 @@ def _pickle(path: Path, found: str) -> UnsupportedFileError:
         expected=_WEIGHTS,
         hint=f"Convert it, which loads tensors only and runs no code of the file: {command}",
         path=path,
-    )
-
-
-def _gguf(path: Path) -> UnsupportedFileError:
-    return UnsupportedFileError(
-        "GGUF is not supported yet", expected=_WEIGHTS, hint="Use the model's safetensors file.", path=path
     )

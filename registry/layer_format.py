@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from slipcast.registry.ggml import is_block_quantised
+from slipcast.registry.gguf_header import original_shape
 from slipcast.registry.header import Shape, TensorInfo
 from slipcast.registry.side_tensors import BITSANDBYTES_STATE, MARKER, SECOND_SCALE, WEIGHT_SCALE
 
@@ -60,6 +62,8 @@ def layer_format(
         described: what the file's metadata or the layer's marker says of it.
         metadata: the file's metadata.
     """
+    if is_block_quantised(weight.dtype):
+        return LayerFormat("gguf", original_shape(metadata, weight.name) or weight.shape, "block")
     foreign = _foreign_format(weight, sides, metadata)
     if foreign is not None:
         return LayerFormat(foreign, weight.shape)
