@@ -12,7 +12,7 @@ from slipcast.cli.errors import DONE, INCOMPLETE
 from slipcast.cli.options import call_settings, common_options, device_option, path_argument, settings_options
 from slipcast.cli.output import progress_bar, write_json
 from slipcast.cli.plan_view import write_report
-from slipcast.registry.errors import HeaderError, PlanMismatchError
+from slipcast.registry.errors import HeaderError, PlanMismatchError, UnsupportedFileError
 from slipcast.registry.untrusted_files import read_json_object
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _read_plan(file: Path) -> Plan:
 
     try:
         return Plan.from_json(read_json_object(file, limit_mib=_PLAN_LIMIT_MIB))
-    except HeaderError as error:
+    except (HeaderError, UnsupportedFileError) as error:
         raise PlanMismatchError(
             error.found,
             expected="a plan as 'slipcast plan PATH --json' prints it",
