@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from slipcast.registry.errors import ExpressionError
 from slipcast.registry.expression import check_config, evaluate_config, holds, parse_condition
 from slipcast.registry.expression_syntax import MAX_LENGTH
@@ -54,6 +55,7 @@ def _value(expression: object, **let: object) -> object:
         ("24 // 4 // 3", 2),
         ("2*-3+1", -5),
         ("0.5 * 3", 1.5),
+        ("+".join(["(1)"] * 40), 40),
         ("size(img_in.weight, 0)", 3072),
         ("size( img_in.weight , 1 )", 64),
         ("size(all.2-1.weight, 2 - 1)", 6),

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+
 from slipcast.registry.errors import KeyMapError
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.keymap.link import Link, Term
@@ -94,6 +95,16 @@ def test_last_is_the_greatest_index_of_its_place() -> None:
 def test_last_is_that_of_each_parent() -> None:
     keys = {"f.{b}.{last-i}": "m.{b}.{i}"}
     assert _links(keys, ["m.0.0", "m.0.1", "m.1.0"]) == {"f.0.1": "m.0.0", "f.0.0": "m.0.1", "f.1.0": "m.1.0"}
+
+
+def test_last_looks_at_the_place_of_its_hole() -> None:
+    keys = {"f.{last-i}.y.{j}": "m.{i}.x.{j}", "g.{last}.{j}": "n.{last}.{j}"}
+    assert _links(keys, ["m.0.x.7", "m.1.x.8", "m.2.z.9", "n.3.5"]) == {
+        "f.2.y.7": "m.0.x.7",
+        "f.1.y.8": "m.1.x.8",
+        "m.2.z.9": "m.2.z.9",
+        "g.3.5": "n.3.5",
+    }
 
 
 def test_arithmetic_is_computed() -> None:

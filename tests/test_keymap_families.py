@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import pytest
+
 from slipcast.registry.expression import check_config, evaluate_config
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.keymap.lint import lint

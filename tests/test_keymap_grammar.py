@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from slipcast.registry.errors import KeyMapError
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.keymap.place import ArithmeticHole, index_value, parse_place

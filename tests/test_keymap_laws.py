@@ -15,6 +15,7 @@ from random import Random
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from slipcast.registry.errors import KeyMapError
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.keymap.lint import lint

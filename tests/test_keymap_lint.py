@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.keymap.lint import lint
 
@@ -21,6 +22,7 @@ CLEAN: list[dict[str, Any]] = [
     {"a -> b": {"x": "y"}, "a -> c": {"z": "w"}},
     {"a.{s=x|y}.{i}": "b.{s}.{i}", "c": "b.z", "d": "b.x.0.w"},
     {"a.{3*b+2}.{2|1}.conv": "u.{b}.conv", "a.2.1.conv": "u.0.conv"},
+    {"f.{2*i}.{3*j}": "m.{i}.{j}", "f.{2*i}.{3*j}.x": "m.{j}.{i}.x"},
     {"x": "reshape(x)", "y": "y + z"},
     {"a + b": "c", "d": "transpose(e) + flat(f)"},
     {"s -> t": {"same": "same"}, "o -> t": {"other": "other"}},
@@ -45,6 +47,8 @@ def test_nothing_to_say(keys: dict[str, Any]) -> None:
         ({"a": "a"}, ("a",), "says what holds without it"),
         ({"f.{i} -> m.{i}": {"x": "x"}}, ("f.{i} -> m.{i}", "x"), "says what holds without it"),
         ({"f.{2*i} -> m.{i}": {"x": "x"}}, ("f.{2*i} -> m.{i}", "x"), "says what holds without it"),
+        ({"f.{last-i} -> m.{i}": {"x": "x"}}, ("f.{last-i} -> m.{i}", "x"), "says what holds without it"),
+        ({"f.{last} -> m.{last}": {"x": "x"}}, ("f.{last} -> m.{last}", "x"), "says what holds without it"),
         ({"a": {"b": "x"}, "a.b": "y"}, ("a.b",), "name the same place in the file"),
         ({"a.{i}": "x.{i}", "a": {"{n}": "y.{n}"}}, ("a", "{n}"), "name the same place in the file"),
         ({"a": "x.{i}"}, ("a",), "all its values would have one name"),

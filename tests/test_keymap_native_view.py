@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+
 from slipcast.registry.keymap.key_map import KeyMap
 
 Shapes = dict[str, tuple[int, ...]]

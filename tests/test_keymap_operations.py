@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from slipcast.registry.keymap.operations import Change, SideLaw, accepts, native_shape, side_law
 from slipcast.registry.keymap.rules import OPERATIONS
 from support.links import NATIVE

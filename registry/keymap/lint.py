@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.keymap.place import (
+    LAST,
     ArithmeticHole,
     IndexHole,
-    LastHole,
     LiteralSegment,
     Place,
     Segment,
@@ -128,17 +128,15 @@ def _carried(rule: Rule, place: Place, target: Place) -> Place | None:
     }
     segments: list[Segment] = []
     for segment in rule.files[0].segments:
-        if isinstance(segment, ArithmeticHole | LastHole) and not _keeps_names(segment, holes):
+        if isinstance(segment, ArithmeticHole) and not _keeps_names(segment, holes):
             return None
         segments.append(holes[segment.name] if isinstance(segment, IndexHole | WordHole) else segment)
     return Place((*segments, *target.segments[len(place.segments) :]))
 
 
-def _keeps_names(segment: ArithmeticHole | LastHole, holes: dict[str, Segment]) -> bool:
+def _keeps_names(segment: ArithmeticHole, holes: dict[str, Segment]) -> bool:
     """Whether arithmetic means the same in the wider and in the narrower rule."""
-    return isinstance(segment, ArithmeticHole) and all(
-        isinstance(hole := holes.get(name), IndexHole) and hole.name == name for name in segment.names
-    )
+    return all(isinstance(hole := holes.get(name), IndexHole) and hole.name == name for name in segment.names - {LAST})
 
 
 def _same_sources(rules: Sequence[Rule]) -> Iterator[Finding]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.strict_yaml import load_yaml
-
 from support.recorded import recorded
 
 FOLDER = Path(__file__).parents[1] / "data" / "keymaps"

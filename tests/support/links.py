@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate, pairwise
 
 import torch
+
 from slipcast.registry.keymap.link import Link, Operation
 
 Tensors = dict[str, torch.Tensor]
