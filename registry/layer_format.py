@@ -14,7 +14,7 @@ from slipcast.registry.side_tensors import BITSANDBYTES_STATE, MARKER, SECOND_SC
 
 FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
 FLOATS = frozenset({"F32", "F16", "BF16"})
-_MX_BLOCK = 32
+_FP4_BLOCK = 16
 _NUNCHAKU_ROLES = frozenset({"wscales", "wtscale", "wcscales", "smooth_factor", "smooth", "wzeros"})
 _SDNQ_FLOATS = frozenset({"F32", "F16", "BF16"})
 _MARKED_FORMATS = {
@@ -76,7 +76,9 @@ def layer_format(
         return _float8(weight, sides, name, full_precision)
     if weight.dtype == "U8" and (SECOND_SCALE in sides or name == "nvfp4"):
         shape = (*weight.shape[:-1], weight.shape[-1] * 2) if weight.shape else weight.shape
-        return LayerFormat("nvfp4", shape, "block", full_precision, options=_nibbles(described))
+        layout = nvfp4_layout(weight, sides.get(WEIGHT_SCALE), bool(described))
+        options = {} if layout is None else {"layout": layout}
+        return LayerFormat("nvfp4", shape, "block", full_precision, options)
     if weight.dtype == "I8" and WEIGHT_SCALE in sides:
         rotated = described.get("convrot") is True
         options = {"convrot_groupsize": described.get("convrot_groupsize", 256)} if rotated else {}
@@ -112,9 +114,21 @@ def _float8(
     return LayerFormat("fp8_scaled", weight.shape, scale_granularity(scale.shape, weight.shape), full_precision)
 
 
-def _nibbles(described: Mapping[str, Any]) -> dict[str, Any]:
-    """A layer that is described is in the layout of the program that describes: swizzled, high nibble first."""
-    return {"layout": "swizzled"} if described else {}
+def nvfp4_layout(weight: TensorInfo, scale: TensorInfo | None, described: bool) -> Literal["comfy", "linear"] | None:
+    """In which of nvfp4's two byte layouts a layer is, where that can be seen.
+
+    A layer that the file describes is in the layout of the program that describes: high nibble first, scales swizzled and
+    padded to 128 rows and 4 columns. Else the scale's shape tells, unless padding leaves it as it is.
+    """
+    if described:
+        return "comfy"
+    if scale is None or len(weight.shape) != 2:
+        return None
+    linear = (weight.shape[0], weight.shape[1] * 2 // _FP4_BLOCK)
+    padded = (-(-linear[0] // 128) * 128, -(-linear[1] // 4) * 4)
+    if linear == padded:
+        return None
+    return "comfy" if scale.shape == padded else "linear" if scale.shape == linear else None
 
 
 def _foreign_format(weight: TensorInfo, sides: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -105,6 +105,8 @@ def assemble(header: Header) -> Bundles:
         format_ = layer_format(weight, own, described.pop(layer, {}), header.metadata)
         found[name] = _bundle(name, weight, own, format_, full_precision)
         problems += [f"{name}: {problem}" for problem in format_.problems]
+    found, layout_problems = _one_nvfp4_layout(found)
+    problems += layout_problems
     problems += [f"the file's metadata describes {layer}, which has no weight" for layer in described]
     orphans = tuple(tensor for group in sides.values() for tensor in group.values())
     orphans += tuple(
@@ -171,7 +173,7 @@ def _descriptions(
     if (text := header.metadata.get(LAYER_METADATA)) is not None:
         try:
             layers = json.loads(text)["layers"]
-            described = {str(layer): dict(values) for layer, values in layers.items()}
+            described = {str(layer): _flat(values) for layer, values in layers.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problems.append(
                 f"the metadata {LAYER_METADATA} can't be read ({type(error).__name__}); going by the tensors"
@@ -181,12 +183,18 @@ def _descriptions(
             continue
         try:
             raw = read_tensor_bytes(header, group[MARKER], limit=_MARKER_LIMIT)
-            described[layer] = dict(json.loads(raw.rstrip(b"\x00")))
+            described[layer] = _flat(json.loads(raw.rstrip(b"\x00")))
         except (SlipcastError, ValueError, TypeError, RecursionError) as error:
             problems.append(
                 f"the marker {group[MARKER].name} can't be read ({type(error).__name__}); going by the tensors"
             )
-    return {layer: {**values.pop("params", {}), **values} for layer, values in described.items()}, problems
+    return described, problems
+
+
+def _flat(values: Any) -> dict[str, Any]:
+    """A layer's description; some programs put part of it one level down, under ``params``."""
+    own = dict(values)
+    return {**dict(own.pop("params", {})), **own}
 
 
 def _bundle(
@@ -202,6 +210,20 @@ def _bundle(
         full_precision=format_.full_precision or (full_precision and format_.name == "fp8_scaled"),
         options=MappingProxyType(format_.options),
     )
+
+
+def _one_nvfp4_layout(bundles: dict[str, Bundle]) -> tuple[dict[str, Bundle], list[str]]:
+    """Give all nvfp4 weights the byte layout that some of them show; one file was written by one program."""
+    layouts = {bundle.options["layout"] for bundle in bundles.values() if "layout" in bundle.options}
+    if len(layouts) != 1:
+        return bundles, ["its nvfp4 layers are in two byte layouts"] if layouts else []
+    (layout,) = layouts
+    options = MappingProxyType({"layout": layout})
+    settled = {
+        name: replace(bundle, options=options) if bundle.format == "nvfp4" else bundle
+        for name, bundle in bundles.items()
+    }
+    return settled, []
 
 
 def _is_foreign(role: str, bundle: Bundle) -> bool:

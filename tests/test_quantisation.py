@@ -1,0 +1,173 @@
+"""Recognition of quantisation formats: every recorded header, and what single layers look like."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from support.recorded import recorded, recorded_names, write_checkpoint
+
+from slipcast.registry.checkpoint import read_checkpoint
+from slipcast.registry.quantisation import assemble, count_formats
+
+QUANTISED = {
+    "flux1-dev--comfyanonymous-fp8-scaled-test": {"fp8_scaled", "fp8_raw"},  # its biases are fp8 without a scale
+    "flux2-dev--comfy-fp8mixed": {"fp8_scaled"},
+    "ideogram4--fp8-official": {"fp8_scaled"},
+    "krea2-turbo--comfy-fp8-scaled": {"fp8_scaled"},
+    "krea2-turbo--comfy-mxfp8": {"mxfp8"},
+    "qwen-image--comfy-fp8-e4m3fn": {"fp8_raw"},
+    "qwen-image-2.1--comfy-int8-convrot": {"int8_convrot"},
+    "qwen-image-2.1--comfy-int8-convrot-partial": {"int8_convrot"},
+    "te-t5xxl--comfy-fp8-raw": {"fp8_raw"},
+    "te-t5xxl--comfy-fp8-scaled": {"fp8_scaled"},
+    "z-image-turbo--comfy-int8-convrot": {"int8_convrot"},
+    "z-image-turbo--kijai-fp8-scaled": {"fp8_scaled"},
+}
+
+
+def bundles_of(name, tmp_path):
+    path = tmp_path / f"{name}.safetensors"
+    write_checkpoint(recorded(name), path)
+    return assemble(read_checkpoint(path).headers[""])
+
+
+def codes_in(record):
+    """Number of weights in codes, counted from dtypes and names alone."""
+    return Counter(
+        dtype
+        for name, (dtype, shape) in record.tensors.items()
+        if dtype in ("F8_E4M3", "F8_E5M2", "I8") and not name.endswith(("scaled_fp8", "_scale"))
+    ).total()
+
+
+@pytest.mark.parametrize("name", recorded_names())
+def test_recorded_headers(name, tmp_path):
+    bundles = bundles_of(name, tmp_path)
+    counts = count_formats(bundles.weights.values())
+    assert bundles.orphans == ()
+    assert bundles.problems == ()
+    quantised = {form: count for form, count in counts.items() if form != "plain"}
+    assert set(quantised) == QUANTISED.get(name, set())
+    assert sum(quantised.values()) == codes_in(recorded(name))
+    held = [tensor.name for bundle in bundles.weights.values() for tensor in bundle.tensors]
+    held += [tensor.name for tensor in bundles.markers] + list(bundles.ignored)
+    assert sorted(held) == sorted(recorded(name).tensors)
+
+
+def assemble_tensors(tmp_path, tensors, metadata=None):
+    path = tmp_path / "m.safetensors"
+    write_checkpoint(tensors, path, metadata=metadata or {})
+    return assemble(read_checkpoint(path).headers[""])
+
+
+def test_nvfp4_layouts_are_told_by_one_layer_whose_shape_is_padded(tmp_path):
+    def layer(name, rows, columns, scale):
+        return {
+            f"{name}.weight": ("U8", (rows, columns // 2)),
+            f"{name}.weight_scale": ("F8_E4M3", scale),
+            f"{name}.weight_scale_2": ("F32", ()),
+        }
+
+    even = layer("a", 128, 64, (128, 4))
+    unknown = assemble_tensors(tmp_path, even).weights["a.weight"]
+    assert unknown.format == "nvfp4"
+    assert "layout" not in unknown.options
+    assert unknown.shape == (128, 64)
+    comfy = assemble_tensors(tmp_path, even | layer("b", 16, 64, (128, 4)))
+    assert {bundle.options["layout"] for bundle in comfy.weights.values()} == {"comfy"}
+    linear = assemble_tensors(tmp_path, even | layer("b", 16, 64, (16, 4)))
+    assert {bundle.options["layout"] for bundle in linear.weights.values()} == {"linear"}
+    both = assemble_tensors(tmp_path, layer("a", 16, 64, (128, 4)) | layer("b", 16, 64, (16, 4)))
+    assert both.problems == ("its nvfp4 layers are in two byte layouts",)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "format_"),
+    [
+        ({"a.weight": ("U8", (64, 1)), "a.weight.quant_state.bitsandbytes__nf4": ("U8", (80,)), "a.weight.absmax": ("F32", (2,)), "a.weight.quant_map": ("F32", (16,))}, "bnb_nf4"),
+        ({"a.weight": ("U8", (64, 1)), "a.weight.quant_state.bitsandbytes__fp4": ("U8", (80,)), "a.weight.absmax": ("F32", (2,)), "a.weight.quant_map": ("F32", (16,))}, "bnb_fp4"),
+        ({"a.weight": ("I8", (8, 8)), "a.SCB": ("F32", (8,)), "a.weight_format": ("U8", ())}, "bnb_int8"),
+        ({"a.qweight": ("I8", (8, 4)), "a.wscales": ("BF16", (1, 8)), "a.smooth_factor": ("BF16", (8,)), "a.proj_down": ("BF16", (8, 2)), "a.proj_up": ("BF16", (8, 2))}, "nunchaku"),
+        ({"a.qweight": ("I32", (2, 4)), "a.qzeros": ("I32", (1, 1)), "a.scales": ("F16", (1, 8))}, "awq"),
+        ({"a.weight_packed": ("U8", (8, 4)), "a.weight_scale": ("F8_E4M3", (8, 1)), "a.weight_global_scale": ("F32", (1,))}, "compressed_tensors"),
+        ({"a.weight": ("I8", (8, 8)), "a.scale": ("F32", (8, 1)), "a.zero_point": ("F32", (8, 1))}, "sdnq"),
+        ({"a.weight": ("F8_E5M2", (8, 8)), "a.scale_weight": ("F32", (1,))}, "fp8_scaled"),
+        ({"a.weight": ("F8_E4M3", (8, 8))}, "fp8_raw"),
+        ({"a.weight": ("I8", (8, 8)), "a.weight_scale": ("F32", (8, 1))}, "int8"),
+        ({"a.weight": ("F8_E4M3", (32, 32)), "a.weight_scale": ("U8", (128, 4))}, "mxfp8"),
+        ({"a.norm.scale": ("BF16", (8,)), "a.weight": ("BF16", (8, 8))}, "plain"),
+    ],
+)  # fmt: skip
+def test_formats_by_what_only_they_have(tmp_path, tensors, format_):
+    bundles = assemble_tensors(tmp_path, tensors)
+    assert set(count_formats(bundles.weights.values())) == {format_}
+    assert bundles.orphans == ()
+
+
+def test_torchao_is_told_by_its_metadata(tmp_path):
+    metadata = {"tensor_names": '["a.weight"]', "a.weight": '{"_type": "Float8Tensor"}'}
+    tensors = {"a._weight_qdata": ("F8_E4M3", (8, 8)), "a._weight_scale": ("F32", (8, 1))}
+    assert set(count_formats(assemble_tensors(tmp_path, tensors, metadata).weights.values())) == {"torchao"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "orphans"),
+    [
+        ({"a.scale_weight": ("F32", (1,)), "b.weight": ("BF16", (8, 8))}, ["a.scale_weight"]),
+        ({"a.weight": ("BF16", (8, 8)), "a.weight_scale": ("F32", (1,))}, ["a.weight_scale"]),
+        ({"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale_inv": ("F32", (1, 1))}, ["a.weight_scale_inv"]),
+        ({"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("F32", ()), "a.weight_scale_2": ("F32", ())}, ["a.weight_scale_2"]),
+        ({"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("F32", ()), "a.scale_weight": ("F32", ())}, ["a.scale_weight"]),
+        ({"a.comfy_quant": ("U8", (72,)), "b.weight": ("BF16", (8, 8))}, ["a.comfy_quant"]),
+        ({"a.absmax": ("F32", (4,)), "b.weight": ("BF16", (8, 8))}, ["a.absmax"]),
+        ({"a.input_scale": ("F32", ()), "b.weight": ("BF16", (8, 8))}, ["a.input_scale"]),
+    ],
+)  # fmt: skip
+def test_side_tensors_that_no_weight_consumes_are_orphans(tmp_path, tensors, orphans):
+    assert [tensor.name for tensor in assemble_tensors(tmp_path, tensors).orphans] == orphans
+
+
+@pytest.mark.parametrize(
+    ("shape", "granularity"),
+    [((), "tensor"), ((1,), "tensor"), ((8,), "row"), ((8, 1), "row"), ((8, 2, 1), "block"), ((2, 2), "block")],
+)
+def test_the_scale_s_shape_gives_its_granularity(tmp_path, shape, granularity):
+    tensors = {"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("BF16", shape)}
+    assert assemble_tensors(tmp_path, tensors).weights["a.weight"].granularity == granularity
+
+
+def test_metadata_that_names_layers_describes_them(tmp_path):
+    layers = {"x.a": {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}, "x.gone": {"format": "nvfp4"}}
+    tensors = {"x.a.weight": ("F8_E4M3", (8, 8)), "x.a.weight_scale": ("F32", ())}
+    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+    bundles = assemble_tensors(tmp_path, tensors, metadata)
+    assert bundles.weights["x.a.weight"].full_precision
+    assert bundles.problems == ("the file's metadata describes x.gone, which has no weight",)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"layers": 3}', '{"layers": {"a": 3}}', '{"layers": {"a": {"params": 3}}}']
+)
+def test_unreadable_metadata_is_a_problem_and_the_tensors_rule(tmp_path, text):
+    tensors = {"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("F32", ())}
+    bundles = assemble_tensors(tmp_path, tensors, {"_quantization_metadata": text})
+    assert bundles.weights["a.weight"].format == "fp8_scaled"
+    assert len(bundles.problems) == 1
+    assert "can't be read" in bundles.problems[0]
+
+
+@pytest.mark.parametrize(("count", "full_precision"), [(0, False), (1, False), (2, True)])
+def test_the_legacy_marker_s_element_count_carries_meaning(tmp_path, count, full_precision):
+    tensors = {"scaled_fp8": ("F8_E4M3", (count,)), "a.weight": ("F8_E4M3", (8, 8)), "a.scale_weight": ("F32", (1,))}
+    bundles = assemble_tensors(tmp_path, tensors)
+    assert bundles.weights["a.weight"].full_precision is full_precision
+    assert [marker.name for marker in bundles.markers] == ["scaled_fp8"]
+
+
+def test_a_marker_does_not_overrule_the_weight_s_own_dtype(tmp_path):
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"a": {"format": "float8_e4m3fn"}}})}
+    tensors = {"a.weight": ("F8_E5M2", (8, 8)), "a.weight_scale": ("F32", ())}
+    bundle = assemble_tensors(tmp_path, tensors, metadata).weights["a.weight"]
+    assert (bundle.format, bundle.weight.dtype) == ("fp8_scaled", "F8_E5M2")
