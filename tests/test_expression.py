@@ -271,9 +271,9 @@ def test_aliases_can_not_blow_up() -> None:
 
 def test_many_blocks_are_counted_quickly() -> None:
     shapes = {f"blocks.{number}.w": (1,) for number in range(20_000)}
-    start = time.perf_counter()
+    start = time.process_time()
     assert evaluate_config({"a": "count(blocks) for i in 1000"}, {}, shapes)["a"] == [20_000] * 1000
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 4
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_many_names_expand_quickly() -> None:
     assert len(key_map.rules) == 60
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         key_map.links(names)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.1

@@ -84,6 +84,6 @@ def test_strange_names_are_no_error() -> None:
 
 def test_many_indices_of_a_stranger_take_no_time() -> None:
     shapes: Shapes = {f"m.{number}.w": (1,) for number in range(20_000)}
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(_view({"f.{last-i}": "m.{i}"}, shapes)) == len(shapes)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 4
