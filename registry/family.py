@@ -21,9 +21,10 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+from typing_extensions import TypeAliasType
+
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.validation import did_you_mean, mistake, nearest, shown
-from typing_extensions import TypeAliasType
 
 if TYPE_CHECKING:
     from slipcast.registry.keymap.key_map import KeyMap

@@ -163,7 +163,7 @@ def _locator(own: Document, base: Document | None) -> Callable[[Where], Place]:
 
 
 def _check_place(file: FamilyFile, family: Family) -> None:
-    if family.id != file.stem or "id" not in file.document.data:
+    if family.id != file.stem:
         raise file.error(
             ("id",),
             f"the id {family.id!r} in a file called {file.stem}.yaml",

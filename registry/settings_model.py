@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, Strict, StringConstraints
+
 from slipcast.registry.frozen import FrozenMapping
 
 SCHEMA_VERSION = 1

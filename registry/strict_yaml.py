@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from slipcast.registry.errors import DocumentError, FamilyFileError
 from slipcast.registry.frozen import FrozenMapping
 

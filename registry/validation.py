@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+
 from slipcast.registry.errors import DocumentError
 from slipcast.registry.strict_yaml import Where, dotted
 

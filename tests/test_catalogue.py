@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from slipcast.registry.catalogue import _builtin, _builtin_files, load_catalogue, load_family_file
 from slipcast.registry.errors import FamilyFileError
 from slipcast.registry.expression import evaluate_config

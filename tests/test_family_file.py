@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+
 from slipcast.registry.catalogue import load_family_file
 from slipcast.registry.errors import FamilyFileError
 from support.family_files import MINIMAL_LINES, family_text, write_family
@@ -219,7 +220,11 @@ def test_the_digest_is_of_what_the_file_says(tmp_path: Path) -> None:
     path.write_text("# a comment\n" + path.read_text().replace("[proj.weight]", "['proj.weight']"))
     assert load_family_file(path).digest == first
     path.write_text(path.read_text().replace("{a: 1, b: a}", "{a: 2, b: a}"))
-    assert load_family_file(path).digest != first
+    changed = load_family_file(path).digest
+    path.write_text(path.read_text().replace("{a: 2, b: a}", "{b: 2, a: 2}"))
+    reordered = load_family_file(path).digest
+    path.write_text(path.read_text().replace("{b: 2, a: 2}", "{a: 2, b: 2}"))
+    assert len({first, changed, reordered, load_family_file(path).digest}) == 4
 
 
 def test_a_family_that_extends_another_joins_four_sections_and_replaces_the_others(tmp_path: Path) -> None:
@@ -230,14 +235,15 @@ def test_a_family_that_extends_another_joins_four_sections_and_replaces_the_othe
     )
     child = tmp_path / "child.yaml"
     child.write_text(
-        "schema: 1\nid: child\ntitle: Child\nextends: base\nconfig: {b: 3, c: h}\nkeys: {u: w}\nprefixes: [m.]\n"
+        "schema: 1\nid: child\ntitle: Child\nextends: base\nconfig: {b: 3, c: h}\nkeys: {u: w}\ndrop: {q: also}\n"
+        "prefixes: [m.]\n"
     )
     family = load_family_file(child)
     assert family.extends == "base"
     assert dict(family.config) == {"a": "h", "b": 3, "c": "h"}
     assert dict(family.let) == {"h": 1}
     assert dict(family.keys) == {"x": "y", "u": "w"}
-    assert dict(family.drop) == {"p": "why"}
+    assert dict(family.drop) == {"p": "why", "q": "also"}
     assert family.prefixes == ("m.",)
     assert list(family.variants) == ["v"]
     assert {link.terms[0].model: link.files[0] for link in family.key_map.links(["y", "w"])} == {"y": "x", "w": "u"}
@@ -248,7 +254,7 @@ def test_mistakes_of_a_family_that_extends_another_are_found_in_the_file_that_ma
     base = write_family(tmp_path, "base", more="let: {h: 1}\nconfig:\n  a: 1\n  b: h\n")
     child = tmp_path / "child.yaml"
     head = "schema: 1\nid: child\ntitle: Child\nextends: base\n"
-    child.write_text(head + "config:\n  c: k\n")
+    child.write_text(head + "config:\n  a: k\n")
     with pytest.raises(FamilyFileError, match="the name 'k'") as caught:
         load_family_file(child)
     assert caught.value.path == f"{child}:6"

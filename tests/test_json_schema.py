@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from slipcast.registry.family import ROLES
 from slipcast.registry.json_schema import SCHEMAS, main, schema_text
 from slipcast.registry.strict_yaml import load_yaml, parse_yaml

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from slipcast.registry import settings_layers
 from slipcast.registry.errors import SettingsError
 from slipcast.registry.settings import (
