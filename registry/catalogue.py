@@ -22,7 +22,7 @@ Catalogue: TypeAlias = Mapping[str, Family]
 
 
 def load_family_file(path: str | Path) -> Family:
-    """Reads one family file, wherever it lies.
+    """Read one family file, wherever it lies.
 
     A family that it extends is looked for beside it, then among the built-in ones.
 
@@ -39,7 +39,7 @@ def load_family_file(path: str | Path) -> Family:
 
 
 def load_catalogue(folders: Iterable[str | Path] = ()) -> Catalogue:
-    """Reads the built-in family files and those of the user's folders.
+    """Read the built-in family files and those of the user's folders.
 
     A folder holds denoisers at its top and the other kinds in ``text_encoders``, ``vaes`` and ``controlnets``.
 

@@ -52,7 +52,7 @@ class FamilyFile:
 
 
 def read_family_file(path: Path, *, source: str | None = None, folder: str | None = None) -> FamilyFile:
-    """Reads a file as far as YAML goes.
+    """Read a file as far as YAML goes.
 
     Raises:
         FamilyFileError: it can't be read, is not strict YAML, holds no mapping, or is of a later schema.

@@ -116,7 +116,7 @@ def schema_text(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, folder: Path | None = None) -> int:
-    """Writes the schemas, or with ``--check`` compares them with what is there.
+    """Write the schemas, or with ``--check`` compare them with what is there.
 
     Args:
         arguments: those of the command line.

@@ -16,7 +16,7 @@ _REFERENCE = re.compile(r"\$\{[a-z_0-9]+(\.[a-z_0-9]+)*\}")
 
 
 def check_layer(layer: Layer, defaults: Layer) -> None:
-    """Holds a layer against the settings' types, laid over the defaults alone.
+    """Hold a layer against the settings' types, laid over the defaults alone.
 
     Raises:
         SettingsError: with the file and line of an unknown setting, a wrong value, or a reference that is not allowed.

@@ -180,7 +180,7 @@ def dotted(where: Where) -> str:
 
 
 def parse_yaml(text: str, path: str | Path | None = None, error: type[DocumentError] = FamilyFileError) -> Document:
-    """Reads one YAML document from a text.
+    """Read one YAML document from a text.
 
     Args:
         text: the document.
@@ -221,7 +221,7 @@ def parse_yaml(text: str, path: str | Path | None = None, error: type[DocumentEr
 
 
 def load_yaml(path: str | Path, error: type[DocumentError] = FamilyFileError) -> Document:
-    """Reads one YAML document from a file in UTF-8 of at most 1 MiB.
+    """Read one YAML document from a file in UTF-8 of at most 1 MiB.
 
     Raises:
         DocumentError: of class ``error``; the file can't be read, is too large, is not UTF-8, or is not strict YAML.
