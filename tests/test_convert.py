@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
+import struct
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from diffusers import ZImageTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
 from slipcast.engine import safetensors_writer
 from slipcast.engine.convert import Converted, convert
 from slipcast.registry.catalogue import load_catalogue, load_family_file
@@ -40,6 +43,12 @@ def _same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
     )
 
 
+def _shards(path: Path, folder: Path) -> Path:
+    model = ZImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    model.save_pretrained(path, max_shard_size="200KB")
+    return path
+
+
 @pytest.fixture(scope="module")
 def tensors() -> Tensors:
     return tiny_tensors()
@@ -59,6 +68,22 @@ def test_there_and_back_gives_the_same_bytes(tmp_path: Path, native: Path) -> No
     _convert(native, tmp_path / "model.safetensors", "diffusers")
     _convert(tmp_path / "model.safetensors", tmp_path / "back.safetensors", "native", prefix=PREFIX)
     assert _same(load_file(tmp_path / "back.safetensors"), load_file(native))
+
+
+def test_the_shipped_model_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    (shipped,) = Path(str(resources.files("slipcast.demo"))).glob("*.safetensors")
+    match = _match(shipped)
+    _convert(shipped, tmp_path / "model", "diffusers")
+    _convert(tmp_path / "model", tmp_path / "back.safetensors", "native", prefix=match.prefix)
+    assert _same(load_file(tmp_path / "back.safetensors"), load_file(shipped))
+
+
+@pytest.mark.parametrize("title", ["", "x", "xyzuv"])
+def test_the_data_begins_at_whole_items(tmp_path: Path, tensors: Tensors, title: str) -> None:
+    path = write_native(tmp_path / "native.safetensors", tensors, metadata={"title": title})
+    _convert(path, tmp_path / "out.safetensors", "diffusers")
+    (length,) = struct.unpack("<Q", (tmp_path / "out.safetensors").read_bytes()[:8])
+    assert length % 8 == 0
 
 
 def test_metadata_is_kept(tmp_path: Path, native: Path) -> None:
@@ -82,11 +107,9 @@ def test_a_folder_is_what_diffusers_loads(tmp_path: Path, native: Path, tensors:
 
 
 def test_a_folder_of_shards_is_read(tmp_path: Path, tensors: Tensors) -> None:
-    folder = write_folder(tmp_path / "transformer", tensors)
-    model = ZImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="200KB")
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
-    _convert(tmp_path / "sharded", tmp_path / "out.safetensors", "native")
+    shards = _shards(tmp_path / "sharded", write_folder(tmp_path / "transformer", tensors))
+    assert len(list(shards.glob("*.safetensors"))) > 2
+    _convert(shards, tmp_path / "out.safetensors", "native")
     assert _same(load_file(tmp_path / "out.safetensors"), natively(tensors))
 
 
@@ -210,6 +233,10 @@ def test_the_input_is_never_the_output(tmp_path: Path, native: Path, tensors: Te
     folder = write_folder(tmp_path / "folder", tensors)
     with pytest.raises(UnsupportedFileError, match="the output is the input itself"):
         _convert(folder, folder, "diffusers", overwrite=True)
+    shards = _shards(tmp_path / "sharded", folder)
+    for out in (shards, next(shards.glob("*-00001-of-*"))):
+        with pytest.raises(UnsupportedFileError, match="the output is the input itself"):
+            _convert(shards, out, "diffusers", overwrite=True)
     assert native.read_bytes() == before
 
 
