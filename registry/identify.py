@@ -98,7 +98,7 @@ def _match(header: Header, component: str, bundles: Bundles, claim: Answer) -> M
     evidence += claim.evidence.held
     if claim.prefix:
         evidence.append(f"under the prefix {claim.prefix}")
-    guesses = []
+    guesses: list[str] = []
     if variant is not None:
         (guesses if variant.guessed else evidence).append(f"variant {variant.name}: {variant.reason}")
     return Match(

@@ -34,7 +34,8 @@ def unclaimed(path: Path, weights: Mapping[str, Bundle], answers: Sequence[Answe
     if beginnings:
         seen.append("names begin with " + ", ".join(name for name, _ in beginnings.most_common(4)))
     kind = kind_of_stranger(weights)
-    expected, missing = "the evidence of one family", ()
+    expected = "the evidence of one family"
+    missing: tuple[str, ...] = ()
     if answers:
         nearest = answers[0]
         missing = nearest.evidence.missing
