@@ -26,8 +26,8 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST = 6.0
 _LARGEST_SCALE = 448.0
 
-# The largest float32 that is rounded down to each magnitude but the last: the middle to the next one where the code's last
-# bit is 0, else the float32 before it, since a tie goes to the code whose last bit is 0.
+# The largest float32 that is rounded down to each magnitude but the last: the middle to the next one where the code's
+# last bit is 0, else the float32 before it, since a tie goes to the code whose last bit is 0.
 _LIMITS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 
 
@@ -103,7 +103,8 @@ class NVFP4(Codec):
         scratch = scratch_for(blocks)
         amax = torch.cat([row_amax(blocks[chunk].reshape(-1, _BLOCK), scratch) for chunk in row_chunks(blocks)])
         scale_2 = scale_for(amax.amax(), _LARGEST * _LARGEST_SCALE)
-        grid.copy_((amax / _LARGEST / scale_2).clamp_(max=_LARGEST_SCALE).view(grid.shape))
+        wanted = amax / torch.full_like(amax, _LARGEST) / scale_2
+        grid.copy_(wanted.clamp_(max=_LARGEST_SCALE).view(grid.shape))
         scale = grid.to(torch.float32) * scale_2
         for chunk in row_chunks(blocks):
             codes[chunk] = self._packed(_nearest_codes(blocks[chunk].to(torch.float32), scale[chunk][..., None]))

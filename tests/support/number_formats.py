@@ -13,8 +13,9 @@ def relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's bytes, uint8, with the last axis widened by the item size."""
-    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    """The tensor's bytes, uint8, with the last axis widened by the item size; of a scalar ``[item size]``."""
+    tensor = tensor.detach().cpu().contiguous()
+    return (tensor if tensor.ndim else tensor.view(1)).view(torch.uint8).numpy()
 
 
 def small_float(codes: np.ndarray, exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
