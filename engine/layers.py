@@ -319,7 +319,11 @@ def quantise_module_(module: nn.Module, codec: Codec, compute_dtype: torch.dtype
     if isinstance(module, QuantisedModule):
         return module
     codec = layer_codec(module, codec)
-    parts = codec.encode(module.weight.detach())  # type: ignore[operator]
+    weight: Tensor = module._parameters[WEIGHT]  # type: ignore[assignment]
+    if weight.is_meta:
+        parts = {name: part.empty("meta") for name, part in codec.parts(tuple(weight.shape)).items()}
+    else:
+        parts = codec.encode(weight)
     bias = module._parameters.get("bias")
     if bias is not None:
         bias.data = bias.data.to(compute_dtype)

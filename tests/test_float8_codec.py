@@ -15,7 +15,7 @@ from slipcast.registry.errors import QuantisationError, UnsupportedFormatError
 from support.number_formats import bytes_of, e4m3, e5m2, relative_l2
 
 ROW = Float8("row")
-ALL = [ROW, Float8("row", axis=1), Float8("tensor"), Float8("block", 8), Float8("none")]
+ALL = [ROW, Float8("row", axis=1), Float8("tensor"), Float8("block", block=8), Float8("none")]
 SCALED = [codec for codec in ALL if codec.granularity != "none"]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -160,7 +160,7 @@ def test_extreme_magnitudes_stay_finite(magnitude: float) -> None:
 def test_values_that_are_not_finite_are_refused(codec: Float8, bad: float, dtype: torch.dtype) -> None:
     weight = normal(4, 16).to(dtype)
     weight[2, 3] = bad
-    with pytest.raises(QuantisationError, match=r"not finite, under 1 of its .*\n.*\n.*keep this weight in its float"):
+    with pytest.raises(QuantisationError, match=r"not finite, under 1 of .*\n.*\n.*keep this weight in its float"):
         codec.encode(weight)
 
 
@@ -183,7 +183,7 @@ def test_what_can_not_be_encoded_is_refused() -> None:
     with pytest.raises(QuantisationError, match="not a matrix with elements"):
         ROW.encode(normal(0, 8))
     with pytest.raises(QuantisationError, match="blocks of 8 columns don't divide it"):
-        Float8("block", 8).encode(normal(2, 12))
+        Float8("block", block=8).encode(normal(2, 12))
     with pytest.raises(QuantisationError, match=r"float8_e5m2/row(.|\n)*can only be read"):
         Float8("row", dtype=torch.float8_e5m2).encode(normal(4, 8))
     with pytest.raises(QuantisationError, match="granularity block, block 0"):
@@ -216,7 +216,7 @@ def test_a_weight_larger_than_one_chunk_is_encoded_whole() -> None:
     assert not ROW.for_axis(1).streams
 
 
-@pytest.mark.parametrize("codec", [codec for codec in ALL if codec.selects_rows], ids=name)
+@pytest.mark.parametrize("codec", [codec for codec in ALL if codec.embeds], ids=name)
 def test_chosen_rows_decode_like_the_whole(codec: Float8) -> None:
     weight = normal(10, 16) * torch.logspace(-3, 3, 10)[:, None]
     parts = codec.encode(weight)

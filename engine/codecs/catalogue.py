@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.float8 import Float8
+from slipcast.engine.codecs.gguf import GGUF
 from slipcast.engine.codecs.int8 import Int8
 from slipcast.engine.codecs.mxfp8 import MXFP8
 from slipcast.engine.codecs.nvfp4 import NVFP4
 from slipcast.registry.errors import UnsupportedFormatError
 
-CODECS: tuple[type[Codec], ...] = (Float8, Int8, MXFP8, NVFP4)
+CODECS: tuple[type[Codec], ...] = (Float8, Int8, MXFP8, NVFP4, GGUF)
 
 
 def codec_named(name: str) -> Codec:
