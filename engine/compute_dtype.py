@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
+from torch import nn
+
 from slipcast.engine.codecs.base import is_plain_float
 from slipcast.engine.layers import QuantisedModule
-from torch import nn
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:

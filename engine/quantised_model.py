@@ -13,10 +13,11 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
+
 from slipcast.engine.compute_dtype import compute_dtype
 from slipcast.engine.layers import QuantisedModule
 from slipcast.registry.errors import UnsupportedFormatError
-from torch import nn
 
 QUANT_METHOD = "slipcast"
 CONFIG_VERSION = 1

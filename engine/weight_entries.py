@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from torch import Tensor
+
 from slipcast.engine.codecs.base import CODES, Codec, Shape, is_plain_float
 from slipcast.registry.errors import QuantisationError
-from torch import Tensor
 
 WEIGHT = "weight"
 _USE_LOAD = "load the checkpoint with slipcast.load, which chooses the codec by the file"
