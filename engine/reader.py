@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
+
 from slipcast.registry.errors import HeaderError, UnsupportedFormatError
 from slipcast.registry.header import Header, TensorInfo
 
@@ -99,12 +100,11 @@ class MappedReader:
     def elements(self, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
         """See ``Reader``. A tensor that does not begin at a whole item is copied."""
         dtype = torch_dtype(tensor)
-        storage = self._storage(tensor.file)
-        first = tensor.start + start * dtype.itemsize
-        if first % dtype.itemsize == 0:
-            return torch.empty(0, dtype=dtype).set_(storage, first // dtype.itemsize, (stop - start,), (1,))
-        raw = torch.empty(0, dtype=torch.uint8).set_(storage, first, ((stop - start) * dtype.itemsize,), (1,))
-        return raw.clone().view(dtype)
+        first, last = (tensor.start + element * dtype.itemsize for element in (start, stop))
+        # A storage of its own: copying, pickling or saving a tensor takes all of its storage along.
+        storage = self._storage(tensor.file)[first:last]
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (last - first,), (1,))
+        return (raw if first % dtype.itemsize == 0 else raw.clone()).view(dtype)
 
     def close(self) -> None:
         """Let go of the mappings; views that are in use keep theirs."""

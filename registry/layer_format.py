@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from slipcast.registry.dtypes import DTYPE_BITS, is_float
 from slipcast.registry.ggml import is_block_quantised
 from slipcast.registry.gguf_header import original_shape
 from slipcast.registry.header import Shape, TensorInfo
@@ -17,6 +18,7 @@ FLOATS = frozenset({"F32", "F16", "BF16"})
 _FP4_BLOCK = 16
 _NUNCHAKU_ROLES = frozenset({"wscales", "wtscale", "wcscales", "smooth_factor", "smooth", "wzeros"})
 _SDNQ_FLOATS = frozenset({"F32", "F16", "BF16"})
+_FLOAT8_MARKS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _MARKED_FORMATS = {
     "nvfp4": "nvfp4",
     "mxfp8": "mxfp8",
@@ -25,6 +27,9 @@ _MARKED_FORMATS = {
     "awq_w4a16": "awq",
     "nf4": "bnb_nf4",
 }
+
+Granularity = Literal["tensor", "row", "column", "block"]
+"""How far one scale reaches: over the whole weight, one index of axis 0 or of axis 1, or a block of a row's columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class LayerFormat:
 
     name: str
     shape: Shape
-    granularity: Literal["tensor", "row", "block"] | None = None
+    granularity: Granularity | None = None
     full_precision: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
@@ -73,7 +78,7 @@ def layer_format(
         return LayerFormat(name, weight.shape, options=described)
     full_precision = described.get("full_precision_matrix_mult") is True
     if weight.dtype in FLOAT8:
-        return _float8(weight, sides, name, full_precision)
+        return _float8(weight, sides, marked, full_precision)
     if weight.dtype == "U8" and (SECOND_SCALE in sides or name == "nvfp4"):
         shape = (*weight.shape[:-1], weight.shape[-1] * 2) if weight.shape else weight.shape
         layout = nvfp4_layout(weight, sides.get(WEIGHT_SCALE), bool(described))
@@ -85,33 +90,48 @@ def layer_format(
         granularity = scale_granularity(sides[WEIGHT_SCALE].shape, weight.shape)
         return LayerFormat("int8_convrot" if rotated else "int8", weight.shape, granularity, full_precision, options)
     if MARKER in sides or described:
-        return LayerFormat(
-            "unknown", weight.shape, options=described, problems=(f"marked as {marked!r}, stored as {weight.dtype}",)
-        )
+        return LayerFormat("unknown", weight.shape, options=described, problems=(_contradiction(marked, weight),))
     if weight.dtype in ("I8", "U8") and len(weight.shape) >= 2:
         return LayerFormat("unknown", weight.shape, problems=(f"codes of {weight.dtype} without a scale",))
+    if is_float(weight.dtype) and DTYPE_BITS[weight.dtype] < 16:
+        return LayerFormat("unknown", weight.shape, problems=(f"codes of {weight.dtype}, which no format has alone",))
     return LayerFormat("plain", weight.shape)
 
 
-def scale_granularity(scale: Shape, weight: Shape) -> Literal["tensor", "row", "block"]:
-    """How far one scale of a matrix reaches: all of it, one output row, or a block of a row's columns."""
+def scale_granularity(scale: Shape, weight: Shape) -> Granularity | None:
+    """How far one scale reaches, from its shape and the weight's; None where the two don't fit each other.
+
+    Rows are ``[N]``, ``[N, 1]``, ...; columns ``[M]`` of a weight ``[N, M, ...]`` of a transposed convolution, whose
+    outputs lie on axis 1; blocks ``[N, B]`` or ``[N, B, 1]`` of a matrix whose columns B divides.
+    """
     if prod(scale) == 1:
         return "tensor"
-    rows = weight[0] if weight else 1
-    return "row" if prod(scale) == rows and scale[0] == rows else "block"
+    if weight and scale[0] == prod(scale) == weight[0]:
+        return "row"
+    if len(weight) > 2 and scale == weight[1:2]:
+        return "column"
+    if len(weight) == 2 and len(scale) > 1 and scale[1]:
+        rows, blocks = weight[0], scale[1]
+        return "block" if scale in ((rows, blocks), (rows, blocks, 1)) and weight[1] % blocks == 0 else None
+    return None
 
 
-def _float8(
-    weight: TensorInfo, sides: Mapping[str, TensorInfo], marked: str | None, full_precision: bool
-) -> LayerFormat:
+def _float8(weight: TensorInfo, sides: Mapping[str, TensorInfo], marked: object, full_precision: bool) -> LayerFormat:
     scale = sides.get(WEIGHT_SCALE)
+    problems = () if marked in (None, "mxfp8", _FLOAT8_MARKS[weight.dtype]) else (_contradiction(marked, weight),)
     if scale is None:
-        return LayerFormat("fp8_raw", weight.shape, full_precision=full_precision)
+        return LayerFormat("fp8_raw", weight.shape, None, full_precision, problems=problems)
     if marked == "mxfp8" or scale.dtype in ("U8", "F8_E8M0"):
-        return LayerFormat("mxfp8", weight.shape, "block", full_precision)
-    if scale.dtype not in FLOATS:
-        return LayerFormat("unknown", weight.shape, problems=(f"float8 codes with a scale of {scale.dtype}",))
-    return LayerFormat("fp8_scaled", weight.shape, scale_granularity(scale.shape, weight.shape), full_precision)
+        return LayerFormat("mxfp8", weight.shape, "block", full_precision, problems=problems)
+    granularity = scale_granularity(scale.shape, weight.shape)
+    if scale.dtype not in FLOATS or granularity is None:
+        odd = f"float8 codes {list(weight.shape)} with a scale of {scale.dtype} {list(scale.shape)}"
+        return LayerFormat("unknown", weight.shape, problems=(odd,))
+    return LayerFormat("fp8_scaled", weight.shape, granularity, full_precision, problems=problems)
+
+
+def _contradiction(marked: object, weight: TensorInfo) -> str:
+    return f"marked as {marked!r}, stored as {weight.dtype}"
 
 
 def nvfp4_layout(weight: TensorInfo, scale: TensorInfo | None, described: bool) -> Literal["comfy", "linear"] | None:

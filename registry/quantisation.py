@@ -11,16 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from slipcast.registry.checkpoint import read_tensor_bytes
 from slipcast.registry.errors import SlipcastError
 from slipcast.registry.header import Header, Shape, TensorInfo
-from slipcast.registry.layer_format import FLOAT8, LayerFormat, layer_format
+from slipcast.registry.layer_format import FLOAT8, Granularity, LayerFormat, layer_format
 from slipcast.registry.side_tensors import (
     AMBIGUOUS_LEAVES,
-    BITSANDBYTES_STATE,
-    FOREIGN_ROLES,
     IGNORED_LEAVES,
     LAYER_METADATA,
     MARKER,
@@ -32,8 +30,6 @@ from slipcast.registry.side_tensors import (
 _MARKER_LIMIT = 4096
 _INTEGER_CODES = frozenset({"U8", "I8", "I32"})
 _PACKED_WEIGHTS = ("qweight", "weight_packed", "int8_weight")
-
-Granularity = Literal["tensor", "row", "block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +150,7 @@ def _sort(
         else:
             role = SPELLINGS.get(split[1], split[1])
             group = sides.setdefault(split[0], {})
-            group[role if role not in group else split[1]] = tensor
+            group[role if role not in group else name] = tensor  # a second one is consumed by no format
     return sides, weights, markers, ignored
 
 
@@ -227,15 +223,12 @@ def _one_nvfp4_layout(bundles: dict[str, Bundle]) -> tuple[dict[str, Bundle], li
 
 
 def _is_foreign(role: str, bundle: Bundle) -> bool:
-    """Whether a side tensor has no meaning in its bundle's format."""
-    if bundle.format in _OWN_ROLES:
-        return role not in _OWN_ROLES[bundle.format]
-    return bundle.format == "plain" and (
-        role in FOREIGN_ROLES or role in SPELLINGS or role.startswith(BITSANDBYTES_STATE)
-    )
+    """Whether a side tensor has no meaning in its bundle's format; formats that are only refused are not judged."""
+    return bundle.format in _OWN_ROLES and role not in _OWN_ROLES[bundle.format]
 
 
 _OWN_ROLES: Mapping[str, frozenset[str]] = {
+    "plain": frozenset(),
     "fp8_scaled": frozenset({"weight_scale", "input_scale", MARKER}),
     "fp8_raw": frozenset({MARKER, "input_scale"}),
     "nvfp4": frozenset({"weight_scale", "weight_scale_2", "input_scale", MARKER}),

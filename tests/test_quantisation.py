@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 import pytest
+from support.raw_safetensors import write_raw
 from support.recorded import recorded, recorded_names, write_checkpoint
 
 from slipcast.registry.checkpoint import read_checkpoint
@@ -120,6 +121,8 @@ def test_torchao_is_told_by_its_metadata(tmp_path):
         ({"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale_inv": ("F32", (1, 1))}, ["a.weight_scale_inv"]),
         ({"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("F32", ()), "a.weight_scale_2": ("F32", ())}, ["a.weight_scale_2"]),
         ({"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("F32", ()), "a.scale_weight": ("F32", ())}, ["a.scale_weight"]),
+        ({"a.weight": ("F8_E4M3", (8, 8)), "a.scale_weight": ("F32", ()), "a.weight_scale": ("F32", ())}, ["a.weight_scale"]),
+        ({"a.weight": ("BF16", (8, 8)), "a.scale_weight": ("F32", ()), "a.weight_scale": ("F32", ())}, ["a.scale_weight", "a.weight_scale"]),
         ({"a.comfy_quant": ("U8", (72,)), "b.weight": ("BF16", (8, 8))}, ["a.comfy_quant"]),
         ({"a.absmax": ("F32", (4,)), "b.weight": ("BF16", (8, 8))}, ["a.absmax"]),
         ({"a.input_scale": ("F32", ()), "b.weight": ("BF16", (8, 8))}, ["a.input_scale"]),
@@ -131,11 +134,44 @@ def test_side_tensors_that_no_weight_consumes_are_orphans(tmp_path, tensors, orp
 
 @pytest.mark.parametrize(
     ("shape", "granularity"),
-    [((), "tensor"), ((1,), "tensor"), ((8,), "row"), ((8, 1), "row"), ((8, 2, 1), "block"), ((2, 2), "block")],
+    [
+        ((), "tensor"),
+        ((1,), "tensor"),
+        ((1, 1), "tensor"),
+        ((8,), "row"),
+        ((8, 1), "row"),
+        ((8, 1, 1), "row"),
+        ((8, 2, 1), "block"),
+        ((8, 4), "block"),
+    ],
 )
 def test_the_scale_s_shape_gives_its_granularity(tmp_path, shape, granularity):
-    tensors = {"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("BF16", shape)}
+    tensors = {"a.weight": ("F8_E4M3", (8, 12)), "a.weight_scale": ("BF16", shape)}
+    bundle = assemble_tensors(tmp_path, tensors).weights["a.weight"]
+    assert (bundle.format, bundle.granularity) == ("fp8_scaled", granularity)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 8), (12,), (7,), (8, 5), (8, 0), (8, 2, 2), (2, 4), (16,), (0,)])
+def test_a_scale_that_fits_no_part_of_its_weight_makes_the_format_unknown(tmp_path, shape):
+    tensors = {"a.weight": ("F8_E4M3", (8, 12)), "a.weight_scale": ("F32", shape)}
+    bundles = assemble_tensors(tmp_path, tensors)
+    assert bundles.weights["a.weight"].format == "unknown"
+    assert bundles.problems == (f"a.weight: float8 codes [8, 12] with a scale of F32 {list(shape)}",)
+
+
+@pytest.mark.parametrize(("shape", "granularity"), [((8,), "row"), ((6,), "column"), ((8, 1, 1, 1), "row")])
+def test_a_convolution_s_scales_lie_along_its_outputs(tmp_path, shape, granularity):
+    tensors = {"a.weight": ("F8_E4M3", (8, 6, 3, 3)), "a.weight_scale": ("F32", shape)}
     assert assemble_tensors(tmp_path, tensors).weights["a.weight"].granularity == granularity
+
+
+@pytest.mark.parametrize("dtype", ["F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4"])
+def test_codes_of_a_dtype_that_no_format_has_alone_are_unknown(tmp_path, dtype):
+    header = {"a.weight": {"dtype": dtype, "shape": [8, 8], "data_offsets": [0, 32 if dtype == "F4" else 64]}}
+    path = write_raw(tmp_path / "m.safetensors", header, bytes(32 if dtype == "F4" else 64))
+    bundles = assemble(read_checkpoint(path).headers[""])
+    assert bundles.weights["a.weight"].format == "unknown"
+    assert dtype in bundles.problems[0]
 
 
 def test_metadata_that_names_layers_describes_them(tmp_path):
@@ -169,5 +205,7 @@ def test_the_legacy_marker_s_element_count_carries_meaning(tmp_path, count, full
 def test_a_marker_does_not_overrule_the_weight_s_own_dtype(tmp_path):
     metadata = {"_quantization_metadata": json.dumps({"layers": {"a": {"format": "float8_e4m3fn"}}})}
     tensors = {"a.weight": ("F8_E5M2", (8, 8)), "a.weight_scale": ("F32", ())}
-    bundle = assemble_tensors(tmp_path, tensors, metadata).weights["a.weight"]
+    bundles = assemble_tensors(tmp_path, tensors, metadata)
+    bundle = bundles.weights["a.weight"]
     assert (bundle.format, bundle.weight.dtype) == ("fp8_scaled", "F8_E5M2")
+    assert bundles.problems == ("a.weight: marked as 'float8_e4m3fn', stored as F8_E5M2",)
