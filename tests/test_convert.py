@@ -71,7 +71,7 @@ def test_there_and_back_gives_the_same_bytes(tmp_path: Path, native: Path) -> No
 
 
 def test_the_shipped_model_comes_back_byte_for_byte(tmp_path: Path) -> None:
-    (shipped,) = Path(str(resources.files("slipcast.demo"))).glob("*.safetensors")
+    shipped = Path(str(resources.files("slipcast.demo"))) / "digits.safetensors"
     match = _match(shipped)
     _convert(shipped, tmp_path / "model", "diffusers")
     _convert(tmp_path / "model", tmp_path / "back.safetensors", "native", prefix=match.prefix)
