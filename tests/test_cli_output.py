@@ -17,7 +17,7 @@ from slipcast.cli.output import (
     mebibytes,
     printable,
     progress_bar,
-    tolerate_any_text,
+    prepare_streams,
     write,
     write_facts,
     write_heading,
@@ -126,7 +126,7 @@ def test_json_is_ascii_and_reads_back(capsys):
 def test_what_an_encoding_lacks_becomes_an_escape(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    tolerate_any_text()
+    prepare_streams()
     write("30 × fp8")
     assert raw.getvalue().split() == [b"30", b"\\xd7", b"fp8"]
 

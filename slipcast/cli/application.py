@@ -11,7 +11,7 @@ import click
 
 from slipcast import __version__
 from slipcast.cli.errors import DONE, INCOMPLETE, failure, report
-from slipcast.cli.output import discard_output, tolerate_any_text
+from slipcast.cli.output import discard_output, prepare_streams
 
 COMMANDS = {
     "inspect": "Say what a checkpoint is: family, layout, formats, size.",
@@ -51,7 +51,7 @@ class Application(click.Group):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
         """Run a command line and end the process with its exit code; errors are said, not raised."""
         arguments = list(sys.argv[1:] if args is None else args)
-        tolerate_any_text()
+        prepare_streams()
         try:
             result = super().main(arguments, prog_name or "slipcast", **{**extra, "standalone_mode": False})
             code = result if isinstance(result, int) else DONE
@@ -67,7 +67,7 @@ class Application(click.Group):
         sys.exit(code)
 
 
-@click.command(cls=Application, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("slipcast", cls=Application, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", prog_name="slipcast")
 def application() -> None:
     """Loads diffusion checkpoints into ready PyTorch models, and says beforehand what it will do.

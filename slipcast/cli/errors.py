@@ -76,10 +76,12 @@ def report(failed: Failure, *, as_json: bool) -> None:
 
 
 def _usage(error: click.ClickException) -> SlipcastError:
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "slipcast"
+    context = getattr(error, "ctx", None)  # click leaves it out of some
+    usage = "a command line as the help describes it"
+    if context is not None:
+        usage = context.command.get_usage(context).removeprefix("Usage: ")
     return SlipcastError(
         error.format_message().rstrip("."),
-        expected=context.command.get_usage(context).removeprefix("Usage: ") if context is not None else "a command",
-        hint=f"see '{command} --help'",
+        expected=usage,
+        hint=f"see '{context.command_path if context is not None else 'slipcast'} --help'",
     )

@@ -139,8 +139,10 @@ def in_colour(stream: TextIO | None = None) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def tolerate_any_text() -> None:
-    """Let standard output and error show as escapes what their encoding lacks, in place of failing."""
+def prepare_streams() -> None:
+    """Make standard output and error take any text: escaped where an encoding lacks it, lost where they are closed."""
+    sys.stdout = sys.stdout or io.StringIO()
+    sys.stderr = sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,151 @@
+"""The command line as a process: what it imports, how fast it is, pipes, terminals and signals."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support.command_line import run_process, start
+from support.isolation import isolate
+from support.recorded import recorded, write_checkpoint
+from support.tiny_z_image import tiny_tensors, write_native
+
+FULL = Path("/dev/full")
+HEAVY = {"torch", "diffusers", "transformers", "numpy", "safetensors", "omegaconf", "rich"}
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    isolate(monkeypatch, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def published(folder):
+    """The published file, sparse: 12.3 GB that take no room."""
+    return write_checkpoint(recorded("z-image-turbo--comfy-bf16"), folder / "z-image-turbo.safetensors")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect"], ["inspect", "--json"], ["explain", "--json"]])
+def test_heavy_libraries_are_not_imported(published, arguments):
+    command = [sys.executable, "-X", "importtime", "-m", "slipcast.cli", *arguments]
+    result = subprocess.run([*command, str(published)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in result.stderr.splitlines() if "|" in line}
+    assert "click" in imported
+    assert imported & HEAVY == set()
+
+
+MEASURE = """
+import resource, subprocess, sys, time
+began = time.perf_counter()
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def measured(*command):
+    """Seconds that a command takes, and the most memory that it has, in kB; not counting that of this process."""
+    result = subprocess.run([sys.executable, "-c", MEASURE, *command], capture_output=True, text=True, check=True)
+    seconds, kilobytes = result.stdout.split()
+    return float(seconds), int(kilobytes)
+
+
+@pytest.mark.slow
+def test_inspect_answers_in_a_tenth_of_the_time_that_the_model_class_takes_to_import(published):
+    runs = [measured(sys.executable, "-m", "slipcast.cli", "inspect", published) for _ in range(3)]
+    baseline, _ = measured(sys.executable, "-c", "from diffusers import ZImageTransformer2DModel")
+    assert min(seconds for seconds, _ in runs) < baseline / 10
+    assert max(kilobytes for _, kilobytes in runs) < 120_000
+
+
+READS = """
+import sys
+from slipcast.cli.application import application
+try:
+    application.main(["inspect", sys.argv[1]])
+finally:
+    sys.stderr.write(open("/proc/self/io").read())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what Linux says was read")
+def test_inspecting_reads_no_weight(published):
+    result = subprocess.run([sys.executable, "-c", READS, published], capture_output=True, text=True, check=True)
+    read = int(dict(line.split(": ") for line in result.stderr.splitlines())["rchar"])
+    assert read < 32 << 20  # modules, family files and a header of 49 kB, of a file of 12.3 GB
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a full device")
+@pytest.mark.parametrize("arguments", [["families"], ["families", "--json"], ["--help"]])
+def test_a_disk_that_is_full(arguments):
+    with FULL.open("w") as full:
+        process = start(*arguments, stdout=full)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_closed_streams(folder, closed):
+    line = f"{sys.executable} -m slipcast.cli families {closed}>&-"
+    result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def in_terminal(*arguments, env=None):
+    """What a process writes to a terminal as its standard output."""
+    leader, follower = pty.openpty()
+    process = start(*arguments, stdout=follower, env={"TERM": "xterm", "COLUMNS": "100", **(env or {})})
+    os.close(follower)
+    text = b""
+    try:
+        while chunk := os.read(leader, 65536):
+            text += chunk
+    except OSError:  # Linux says so at the end
+        pass
+    os.close(leader)
+    assert process.wait(timeout=60) == 0
+    return text.decode()
+
+
+def test_colour_is_for_terminals():
+    assert "\x1b[1m" in in_terminal("families")
+    assert "\x1b" not in in_terminal("families", env={"NO_COLOR": "1"})
+    assert "\x1b" not in in_terminal("families", "--json")
+    assert "\x1b" not in run_process("families").stdout
+
+
+def test_without_a_terminal_nothing_but_text_is_written(folder):
+    model = write_native(folder / "model.safetensors", tiny_tensors())
+    result = run_process("load", model, "--set", "fp8=storage")
+    assert result.returncode == 0
+    assert "\x1b" not in result.stdout + result.stderr
+    assert "\r" not in result.stdout + result.stderr
+
+
+def test_exit_codes_reach_the_shell(folder):
+    assert run_process("inspect", "nowhere").returncode == 2
+    assert run_process("nonsense").returncode == 2
+    assert run_process("families").returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="sees in Linux's maps when the load has begun")
+def test_ctrl_c_ends_a_load_without_a_traceback(folder, published):
+    process = start("load", published, "--set", "fp8=storage")
+    deadline = time.monotonic() + 60
+    while published.name not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors.strip()) == (130, "", "interrupted")
+    assert sorted(path.name for path in folder.iterdir()) == [published.name]
