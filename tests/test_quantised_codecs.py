@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from slipcast.engine.codecs.base import CODES, SCALE, Codec
 from slipcast.engine.codecs.catalogue import codec_named
@@ -125,6 +126,22 @@ def test_the_loss_on_normal_weights_is_bounded(codec: Codec, bound: float, dtype
     assert bound / 3 < error < bound
 
 
+@pytest.mark.parametrize("codec", INT8, ids=name)
+def test_int8_codes_are_symmetric(codec: Int8) -> None:
+    codes = codec.encode(torch.cat([normal(64, 256), -normal(64, 256)]))[CODES]
+    assert (int(codes.min()), int(codes.max())) == (-127, 127)
+
+
+@pytest.mark.parametrize("largest", [448.0, 448.0 * 2**-20, 448.0 * 2**30])
+def test_mxfp8_takes_the_smallest_scale_that_fits(largest: float) -> None:
+    weight = torch.full((1, 32), largest / 7)
+    weight[0, 3] = -largest
+    parts = MX.encode(weight)
+    decoded = MX.decode(parts, (1, 32), torch.float32)
+    assert decoded[0, 3] == -448 * 2.0 ** round(np.log2(largest / 448))
+    assert bytes_of(parts[CODES])[0, 3] == 0xFE
+
+
 def test_a_rotation_spreads_outliers() -> None:
     weight = normal(64, 512, sigma=0.02)
     weight[:, 7] *= 50
@@ -150,6 +167,13 @@ def test_a_rotated_weight_decodes_alike_under_autocast() -> None:
     expected = codec.decode(parts, (8, 32), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(codec.decode(parts, (8, 32), torch.float32), expected)
+
+
+def test_a_tracers_tensors_are_not_kept() -> None:
+    with FakeTensorMode():
+        assert type(signs(1024, torch.device("cpu"))) is not Tensor
+    assert type(signs(1024, torch.device("cpu"))) is Tensor
+    assert signs(1024, torch.device("cpu")) is signs(1024, torch.device("cpu"))
 
 
 def test_what_one_layout_writes_the_other_does_not_read() -> None:

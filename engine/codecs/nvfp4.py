@@ -103,8 +103,7 @@ class NVFP4(Codec):
         scratch = scratch_for(blocks)
         amax = torch.cat([row_amax(blocks[chunk].reshape(-1, _BLOCK), scratch) for chunk in row_chunks(blocks)])
         scale_2 = scale_for(amax.amax(), _LARGEST * _LARGEST_SCALE)
-        wanted = amax / torch.full_like(amax, _LARGEST) / scale_2
-        grid.copy_(wanted.clamp_(max=_LARGEST_SCALE).view(grid.shape))
+        grid.copy_((amax / torch.full_like(amax, _LARGEST) / scale_2).view(grid.shape))
         scale = grid.to(torch.float32) * scale_2
         for chunk in row_chunks(blocks):
             codes[chunk] = self._packed(_nearest_codes(blocks[chunk].to(torch.float32), scale[chunk][..., None]))
