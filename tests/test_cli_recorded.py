@@ -45,10 +45,8 @@ def test_z_image_is_recognised(folder, name, prefix, layout):
     assert answer["guesses"] == ["variant turbo: the file name contains 'turbo'"]
 
 
-@pytest.mark.parametrize(
-    ("name", "format_name", "leaf"), [(FP8, "fp8_scaled", "F8_E4M3"), (INT8, "int8_convrot", "I8")]
-)
-def test_its_quantised_formats_are_named(folder, name, format_name, leaf):
+@pytest.mark.parametrize(("name", "kind", "codes"), [(FP8, "fp8_scaled", "F8_E4M3"), (INT8, "int8_convrot", "I8")])
+def test_its_quantised_formats_are_named(folder, name, kind, codes):
     path = write_checkpoint(recorded(name), folder / "model.safetensors")
     dtypes = {tensor: dtype for tensor, (dtype, _) in recorded(name).tensors.items() if tensor.endswith(".weight")}
     answer = json_of("inspect", path)
