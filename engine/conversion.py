@@ -193,7 +193,7 @@ def _in_model_names(
 
 
 def _extract(piece: Piece, bundle: Bundle) -> Extract:
-    transposed = False and len(bundle.weight.shape) == 2
+    transposed = piece.operation == "transpose" and len(bundle.weight.shape) == 2
     return Extract(bundle.weight, piece.source_rows, transposed)
 
 

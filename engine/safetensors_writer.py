@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 import torch
+
 from slipcast.engine.conversion import ConvertedTensor, Extract
 from slipcast.engine.reader import BufferedReader, torch_dtype
 from slipcast.registry.errors import LoadCancelled

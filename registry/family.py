@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema
 from typing_extensions import TypeAliasType
 
 from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.tiny import Tiny
 from slipcast.registry.validation import did_you_mean, mistake, nearest, shown
 
 if TYPE_CHECKING:
@@ -233,6 +234,10 @@ class Example(_Section):
     expect: Expect
     """What the header must be recognised as."""
 
+    config: FileStem | None = None
+    """Name of a file in tests/data/model_configs, without `.json`: the configuration that was published with the
+    weights, which what is inferred from the header must equal."""
+
 
 class Family(_Section):
     """One model class, and everything that is particular to the checkpoints that hold it."""
@@ -291,6 +296,9 @@ class Family(_Section):
 
     examples: Several[Example] = ()
     """Recorded headers that this family must claim, and no other."""
+
+    tiny: Tiny | None = None
+    """A small model of the class, for what a header can't prove: values, and precision."""
 
     _key_map: KeyMap = PrivateAttr()
     _source: str = PrivateAttr(default="")

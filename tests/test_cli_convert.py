@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from support.command_line import json_of, output_of, run
 from support.tiny_z_image import natively, tiny_tensors, write_native
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from slipcast.engine.conversion import Conversion, convert_header
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint

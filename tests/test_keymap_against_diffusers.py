@@ -12,6 +12,8 @@ import torch
 from diffusers import ZImageTransformer2DModel
 from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file, save_file
+
+import slipcast
 from slipcast.engine.conversion import convert_header
 from slipcast.engine.convert import convert
 from slipcast.registry.catalogue import load_catalogue
@@ -19,8 +21,6 @@ from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.identify import Match, identify
 from support.recorded import recorded, write_checkpoint
 from support.tiny_z_image import CONFIG, natively, tiny_tensors, write_native
-
-import slipcast
 
 PREFIXES = ["", "model.diffusion_model.", "diffusion_model."]
 Tensors = Mapping[str, torch.Tensor]

@@ -1,0 +1,86 @@
+"""A small model of a family, and what to feed it: with it ``slipcast check`` proves what a header can't show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PlainSerializer
+from typing_extensions import TypeAliasType
+
+from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.header import Shape
+from slipcast.registry.validation import mistake, shown
+
+Kind = Literal["normal", "uniform", "ones", "true", "integers"]
+
+MAX_ELEMENTS = 1 << 20
+_RECIPE = r"(normal|uniform|ones|true|integers)(?: (\d{1,7}(?:x\d{1,7}){0,7}))?(?: < (\d{1,9}))?"
+_FORM = re.compile(_RECIPE)
+_BOUNDED = ("uniform", "integers")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A tensor that an input is made of.
+
+    Attributes:
+        kind: floats: ``normal`` of mean 0 and deviation 1, ``uniform`` from 0 to the bound, ``ones``; ``integers`` of
+            64 bits, from 0 to below the bound; ``true``, which are booleans.
+        shape: its shape.
+        bound: the end of the range; 1 where none is given.
+    """
+
+    kind: Kind
+    shape: Shape
+    bound: int = 1
+
+
+def parse_recipe(text: str) -> Recipe:
+    """Read a recipe such as ``normal 1x4x8x8``, ``uniform 2 < 1000`` or ``integers 1x7 < 99``.
+
+    Raises:
+        PydanticCustomError: it is none, or too large.
+    """
+    form = _FORM.fullmatch(text)
+    if form is None or (form[3] and form[1] not in _BOUNDED) or (form[1] == "integers" and not form[3]):
+        raise mistake(
+            f"the input {shown(text)}",
+            "a tensor and its shape: normal 1x4x8x8, uniform 2 < 1000, ones 2, true 1x7 or integers 1x7 < 99",
+            "write it as one of these",
+        )
+    shape = tuple(int(size) for size in (form[2] or "").split("x") if size)
+    if prod(shape) > MAX_ELEMENTS:
+        raise mistake(f"an input of {prod(shape)} elements", f"at most {MAX_ELEMENTS}", "make the tensor smaller")
+    kind: Any = form[1]
+    return Recipe(kind, shape, int(form[3] or 1))
+
+
+def _checked(text: str) -> str:
+    parse_recipe(text)
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_checked), Field(json_schema_extra={"pattern": f"^{_RECIPE}$"})]
+Input = TypeAliasType(  # type: ignore[misc]
+    "Input", _Text | bool | int | float | list["Input"] | Mapping[str, "Input"] | None
+)
+_Frozen = (AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, Any]))
+
+
+class Tiny(BaseModel):
+    """A small model of the family's class, which must run on a CPU in a moment."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    config: Annotated[Mapping[str, JsonValue], *_Frozen]
+    """Constructor arguments of the small model; what a header shows of them must be inferred as it stands here."""
+
+    inputs: Annotated[Mapping[str, Input], *_Frozen]
+    """Arguments of its forward: numbers, lists, mappings, and tensors by recipe: `normal 1x4x8x8`."""
+
+    fp8_error: float = Field(gt=0, lt=1)
+    """Largest relative L2 distance between its outputs in fp8 storage and in float32, with random weights."""
