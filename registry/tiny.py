@@ -65,9 +65,8 @@ def _checked(text: str) -> str:
 
 
 _Text = Annotated[str, AfterValidator(_checked), Field(json_schema_extra={"pattern": f"^{_RECIPE}$"})]
-Input = TypeAliasType(  # type: ignore[misc]
-    "Input", _Text | bool | int | float | list["Input"] | Mapping[str, "Input"] | None
-)
+_Number = bool | int | float
+Input = TypeAliasType("Input", _Text | _Number | list["Input"] | Mapping[str, "Input"] | None)  # type: ignore[misc]
 _Frozen = (AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, Any]))
 
 
