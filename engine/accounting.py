@@ -176,14 +176,14 @@ def _joined_pieces(sources: Sequence[Bundle]) -> Iterator[Piece]:
 
 def _unused(
     match: Match, used: Collection[str], others: Sequence[Match], unexpected: Sequence[str]
-) -> tuple[tuple[FileTensor, ...], list[str]]:
+) -> tuple[tuple[FileTensor, ...], list[Bundle]]:
     """Fates of what no link uses, and what is left over."""
     fates = [
         FileTensor(name=marker.name, fate="side tensor", reason="marks the file as quantised")
         for marker in match.everything.markers
     ]
     fates += [FileTensor(name=name, fate="dropped", reason=reason) for name, reason in match.everything.ignored.items()]
-    left_over: list[str] = []
+    left_over: list[Bundle] = []
     foreign = {bundle.name for other in others if other is not match for bundle in other.bundles.values()}
     for bundle in match.everything.weights.values():
         native = bundle.name[len(match.prefix) :] if bundle.name.startswith(match.prefix) else None
@@ -191,7 +191,7 @@ def _unused(
             continue
         fate = _fate(match, bundle, native, bundle.name in foreign, unexpected)
         if fate is None:
-            left_over.append(f"left over: {bundle.name} {bundle.weight.dtype} {list(bundle.shape)}")
+            left_over.append(bundle)
         else:
             fates += [FileTensor(name=tensor.name, fate=fate[0], reason=fate[1]) for tensor in bundle.tensors]
     return tuple(fates), left_over
@@ -218,36 +218,37 @@ def _fate(
 
 
 def _unaccounted(
-    match: Match, missing: list[str], left_over: list[str], problems: list[str], shapes: Mapping[str, Shape]
+    match: Match, missing: list[str], left_over: list[Bundle], problems: list[str], shapes: Mapping[str, Shape]
 ) -> AccountingError:
     counts = [
         f"{len(lines)} {what}"
         for lines, what in ((missing, "missing"), (left_over, "left over"), (problems, "of another shape"))
         if lines
     ]
-    outside = [name for name in match.everything.weights if not name.startswith(match.prefix)]
-    if outside and match.prefix:
-        hint = (
-            f"{len(outside)} tensors lie outside the prefix {match.prefix!r}: "
-            "a file with mixed prefixes is of two models, or damaged"
-        )
-    elif left_over and not missing and not problems:
-        hint = (
-            "if they are known to be superfluous, let them pass with the setting unexpected, for example "
-            + _example(left_over, shapes)
-        )
-    else:
-        hint = "the file is incomplete, or of a model that the family does not describe; nothing was loaded"
+    lines = [f"left over: {bundle.name} {bundle.weight.dtype} {list(bundle.shape)}" for bundle in left_over]
     return AccountingError(
         f"tensors that do not add up to a {match.family.id}: " + ", ".join(counts),
         expected=f"exactly the tensors of {match.family.model}, and what the family's drop: names",
-        hint=hint,
+        hint=_hint(match, left_over, bool(missing or problems), shapes),
         path=match.header.path,
-        items=problems + missing + left_over,
+        items=problems + missing + lines,
     )
 
 
-def _example(left_over: list[str], shapes: Mapping[str, Shape]) -> str:
-    name = left_over[0].split()[2]
-    near = get_close_matches(name, shapes.keys(), n=1, cutoff=0.9)
-    return f"unexpected=[{name}]" + (f" (the model has {near[0]}: is it misspelt?)" if near else "")
+def _hint(match: Match, left_over: Sequence[Bundle], incomplete: bool, shapes: Mapping[str, Shape]) -> str:
+    outside = [name for name in match.everything.weights if not name.startswith(match.prefix)]
+    if outside:
+        return (
+            f"{len(outside)} tensors lie outside the prefix {match.prefix!r}: "
+            "a file with mixed prefixes is of two models, or damaged"
+        )
+    if incomplete:
+        return "the file is incomplete, or of a model that the family does not describe; nothing was loaded"
+    if not all(bundle.is_plain for bundle in left_over):
+        return "quantised weights can't be let pass: the file is of a model that the family does not describe"
+    name = left_over[0].name
+    near = get_close_matches(name.removeprefix(match.prefix), shapes.keys(), n=1, cutoff=0.9)
+    return (
+        "if they are known to be superfluous, let them pass with the setting unexpected, for example "
+        f"unexpected=[{name}]" + (f" (the model has {near[0]}: is it misspelt?)" if near else "")
+    )

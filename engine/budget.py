@@ -10,6 +10,7 @@ from slipcast.engine.plan import Bytes, Decision, Target, Verdict
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match
 from slipcast.registry.settings import Settings
+from slipcast.registry.side_tensors import WEIGHT_SCALE
 
 _MIB = 2**20
 
@@ -21,12 +22,12 @@ def predict_bytes(targets: Sequence[Target], match: Match, device: Device, setti
     towards a GPU, for the page-locked buffer that a chunk is read into. The interpreter's own objects come on top.
     """
     resident = sum(stored.nbytes for target in targets for stored in target.stored)
-    adopted = sum(stored.nbytes for target in targets if target.how == "adopt" for stored in target.stored)
+    mapped = sum(target.stored[0].nbytes for target in targets if target.mapped)
     scratch = max((chunk_bytes(target, match.everything.weights, settings.chunk_mib) for target in targets), default=0)
     slab = max((slab_bytes(target, match.everything.weights, settings.chunk_mib) for target in targets), default=0)
     if device.kind == "cpu":
         buffered = 0 if settings.mmap else slab
-        anonymous = resident - adopted + scratch + buffered
+        anonymous = resident - mapped + scratch + buffered
         return Bytes(
             resident=resident, device_peak=resident + scratch, host_peak_anonymous=anonymous, read=_read(targets, match)
         )
@@ -40,19 +41,18 @@ def predict_bytes(targets: Sequence[Target], match: Match, device: Device, setti
 
 
 def _read(targets: Sequence[Target], match: Match) -> int:
-    """Bytes of the file that are read: each piece's rows, and the scales of quantised weights."""
+    """Bytes of the file that are read: each piece's rows, and once the scale of each weight whose codes are taken."""
     total = 0
-    sides: set[str] = set()
+    scales: dict[str, int] = {}
     for target in targets:
         for piece in target.pieces:
             bundle = match.everything.weights[piece.source]
             rows = bundle.weight.shape[0] if bundle.weight.shape else 1
             share = rows if piece.source_rows is None else piece.source_rows[1] - piece.source_rows[0]
             total += bundle.weight.nbytes * share // max(rows, 1)
-            if piece.source not in sides:
-                sides.add(piece.source)
-                total += sum(side.nbytes for side in bundle.sides.values())
-    return total
+            if piece.codec is not None and WEIGHT_SCALE in bundle.sides:
+                scales[bundle.name] = bundle.sides[WEIGHT_SCALE].nbytes
+    return total + sum(scales.values())
 
 
 def weigh_verdict(

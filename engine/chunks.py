@@ -9,10 +9,13 @@ from math import prod
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.plan import Piece, Target
-from slipcast.engine.reader import TORCH_DTYPES
+from slipcast.engine.reader import torch_dtype
 from slipcast.registry.quantisation import Bundle
+from slipcast.registry.side_tensors import WEIGHT_SCALE
 
 _FLOAT32 = 4
+_PER_ROW = 32
+"""Bytes for each row that is encoded: its largest magnitude, scale and flags, as small tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,8 @@ class Chunk:
 
 
 def is_whole(target: Target, piece: Piece) -> bool:
-    """Whether a piece is read in one go: its bytes do not lie as the target's rows do, or one scale needs all rows."""
-    if piece.operation == "transpose":
+    """Whether a piece is read in one go: its rows do not lie as the target's do, or one scale needs all of them."""
+    if piece.operation == "transpose" or (target.how == "decode" and piece.operation in ("reshape", "flat")):
         return True
     return target.how == "encode" and not _codec(target).streams
 
@@ -43,7 +46,7 @@ def chunks(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> Iter
     width = row_elements(target)
     first = 0 if piece.source_rows is None else piece.source_rows[0] * prod(bundle.weight.shape[1:])
     step = rows[1] - rows[0] if is_whole(target, piece) else rows_per_chunk(target, chunk_mib)
-    for row in range(rows[0], rows[1], max(step, 1)):
+    for row in range(rows[0], max(rows[1], rows[0] + 1), max(step, 1)):  # also a tensor without rows has its chunk
         stop = min(row + step, rows[1])
         yield Chunk(first + (row - rows[0]) * width, first + (stop - rows[0]) * width, (row, stop))
 
@@ -65,34 +68,36 @@ def rows_per_chunk(target: Target, chunk_mib: int) -> int:
 
 def chunk_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) -> int:
     """Bytes of scratch that casting a target takes at most, beside its result."""
-    most = 0
-    for piece in target.pieces:
-        elements = _largest(target, piece, chunk_mib)
-        item = _item(bundles[piece.source])
-        if target.how == "encode":
-            most = max(most, elements * (_FLOAT32 + (0 if _codec(target).streams else _FLOAT32 + item)))
-        elif target.how == "decode":
-            most = max(most, elements * 2 * _FLOAT32)
-        elif target.how == "copy" and is_whole(target, piece):
-            most = max(most, elements * item)
-    return most
+    return max((_scratch_bytes(target, piece, bundles[piece.source], chunk_mib) for piece in target.pieces), default=0)
 
 
 def slab_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) -> int:
-    """Bytes of the largest chunk as it lies in the file."""
-    return max(
-        (_largest(target, piece, chunk_mib) * _item(bundles[piece.source]) for piece in target.pieces), default=0
-    )
+    """Bytes of the largest chunk, or of the largest scale, as it lies in the file."""
+    return max((_slab_bytes(target, piece, bundles[piece.source], chunk_mib) for piece in target.pieces), default=0)
+
+
+def _scratch_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> int:
+    rows = _largest(target, piece, chunk_mib)
+    elements = rows * row_elements(target)
+    if target.how == "encode":
+        in_one_go = 0 if _codec(target).streams else elements * (_FLOAT32 + torch_dtype(bundle.weight).itemsize)
+        return elements * _FLOAT32 + in_one_go + rows * _PER_ROW
+    scale = bundle.sides.get(WEIGHT_SCALE) if piece.codec is not None else None
+    scaled = 0 if scale is None else scale.elements * _FLOAT32
+    return scaled + (elements * 2 * _FLOAT32 if target.how == "decode" else 0)
+
+
+def _slab_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> int:
+    scale = bundle.sides.get(WEIGHT_SCALE) if piece.codec is not None else None
+    chunk = _largest(target, piece, chunk_mib) * row_elements(target) * torch_dtype(bundle.weight).itemsize
+    return max(0 if target.mapped else chunk, 0 if scale is None else scale.nbytes)
 
 
 def _largest(target: Target, piece: Piece, chunk_mib: int) -> int:
+    """Rows of the largest chunk."""
     rows = piece.target_rows or (0, target_rows(target))
     count = rows[1] - rows[0]
-    return row_elements(target) * (count if is_whole(target, piece) else min(count, rows_per_chunk(target, chunk_mib)))
-
-
-def _item(bundle: Bundle) -> int:
-    return TORCH_DTYPES[bundle.weight.dtype].itemsize
+    return count if is_whole(target, piece) else min(count, rows_per_chunk(target, chunk_mib))
 
 
 def _codec(target: Target) -> Codec:

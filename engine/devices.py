@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
 from slipcast.registry.errors import DeviceError
 
-_DESCRIBED = re.compile(r"^cuda:(?P<major>\d{1,2})\.(?P<minor>\d),\s*(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>GiB|GB|MiB)$")
+_DESCRIBED = re.compile(r"cuda:(?P<major>\d{1,2})\.(?P<minor>\d),\s*(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>GiB|GB|MiB)")
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20}
 _BFLOAT16_CAPABILITY = (8, 0)
 _EXPECTED = "auto, cpu, cuda, cuda:N, or a card that is not there, as in cuda:8.6,12GiB (capability, memory)"
@@ -62,11 +63,11 @@ def resolve_device(request: str) -> tuple[Device, str]:
     request = request.strip()
     if request == "auto":
         if torch.cuda.is_available():
-            return _cuda(torch.cuda.current_device()), "the first CUDA device that torch sees"
+            return _cuda(torch.cuda.current_device()), "torch's current CUDA device"
         return _cpu(), "torch sees no CUDA device"
     if request == "cpu":
         return _cpu(), "as requested"
-    if described := _DESCRIBED.match(request):
+    if described := _DESCRIBED.fullmatch(request):
         return _described(request, described), "described, not present: for planning only"
     if index := re.fullmatch(r"cuda(?::(\d{1,3}))?", request):
         return _cuda(int(index[1] or 0)), "as requested"

@@ -3,42 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from math import prod
 
 import torch
+from torch import nn
+
 from slipcast.engine.build import build_with_buffers
-from slipcast.engine.chunks import Chunk, chunks, is_whole
-from slipcast.engine.codecs.base import SCALE
+from slipcast.engine.chunks import Chunk, chunks
+from slipcast.engine.codecs.base import CODES, SCALE
 from slipcast.engine.codecs.catalogue import codec_named
+from slipcast.engine.codecs.scaled import ScaledCodec
 from slipcast.engine.layers import quantise_module_
 from slipcast.engine.materialise import refuse_meta_tensors
 from slipcast.engine.plan import Piece, Plan, Target
 from slipcast.engine.quantised_model import mark_quantised_
-from slipcast.engine.reader import Reader, open_reader
+from slipcast.engine.reader import Reader, open_reader, torch_dtype
 from slipcast.registry.errors import LoadCancelled, QuantisationError
-from slipcast.registry.header import Header
+from slipcast.registry.header import Header, TensorInfo
 from slipcast.registry.quantisation import Bundle, assemble
-from torch import nn
+from slipcast.registry.side_tensors import WEIGHT_SCALE
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
 
 
-@dataclass
 class _Work:
     """What a running load holds.
 
     Attributes:
         tensors: stored name -> tensor, as they fill.
-        scratch: float32 scratch of the last size, reused.
     """
 
-    plan: Plan
-    bundles: Mapping[str, Bundle]
-    reader: Reader
-    device: torch.device
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    scratch: torch.Tensor | None = None
+    def __init__(self, plan: Plan, bundles: Mapping[str, Bundle], reader: Reader, device: torch.device) -> None:
+        self.plan, self.bundles, self.reader, self.device = plan, bundles, reader, device
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
+        self._scale: tuple[str, torch.Tensor] | None = None
+        self._read = 0
+
+    def stored(self, target: Target, index: int) -> torch.Tensor:
+        """A tensor of the result, allocated when its first values come."""
+        stored = target.stored[index]
+        if stored.name not in self.tensors:
+            dtype = getattr(torch, stored.dtype)
+            self.tensors[stored.name] = torch.empty(stored.shape, dtype=dtype, device=self.device)
+        return self.tensors[stored.name]
+
+    def scratch(self, elements: int) -> torch.Tensor:
+        """A float32 buffer of at least so many elements, reused."""
+        if self._scratch.numel() < elements:
+            self._scratch = torch.empty(elements, dtype=torch.float32, device=self.device)
+        return self._scratch
+
+    def scale(self, bundle: Bundle) -> torch.Tensor:
+        """A weight's scale in float32, as it lies in the file. One is kept: pieces of a weight follow one another."""
+        if self._scale is None or self._scale[0] != bundle.name:
+            info = bundle.sides[WEIGHT_SCALE]
+            values = self.reader.elements(info, 0, info.elements).view(info.shape)
+            self._scale = bundle.name, values.to(self.device, torch.float32, copy=True)
+            self._read += info.nbytes
+        return self._scale[1]
+
+    def report(self, read: int, progress: Progress | None, cancelled: Callable[[], bool] | None) -> None:
+        """Count bytes that were read, and let the caller know and stop.
+
+        Raises:
+            LoadCancelled: ``cancelled`` said so.
+        """
+        self._read += read
+        total = self.plan.bytes.read
+        if progress is not None:
+            progress(self._read, total)
+        if cancelled is not None and cancelled():
+            raise LoadCancelled(
+                f"the load was cancelled after {self._read:,} of {total:,} bytes",
+                expected="a load that runs to its end",
+                hint="nothing of it is left; load again when wanted",
+            )
+
+    def close(self) -> None:
+        """Let go of everything, also where an error's traceback still holds this object."""
+        self.reader.close()
+        self.tensors = {}
+        self._scratch = torch.empty(0)
+        self._scale = None
 
 
 def execute(
@@ -70,159 +118,117 @@ def execute(
     work = _Work(plan, assemble(header).weights, reader, device)
     try:
         with torch.no_grad():
-            _fill(work, progress, cancelled)
+            for target, piece in _in_file_order(work):
+                for chunk in _chunks(work, target, piece):
+                    _fill(work, target, piece, chunk)
+                    item = torch_dtype(work.bundles[piece.source].weight).itemsize
+                    work.report((chunk.stop - chunk.start) * item, progress, cancelled)
         return _assemble_model(plan, work.tensors, device)
     finally:
-        reader.close()
+        work.close()
 
 
-def _fill(work: _Work, progress: Progress | None, cancelled: Callable[[], bool] | None) -> None:
-    done, total = 0, work.plan.bytes.read
-    for target, piece in _in_file_order(work):
-        bundle = work.bundles[piece.source]
-        item = bundle.weight.nbytes // max(bundle.weight.elements, 1)
-        if target.how == "keep":
-            done += _keep_scale(work, target, piece, bundle)
-        if target.how == "adopt":
-            _adopt(work, target, piece, bundle)
-            done += bundle.weight.nbytes if piece.source_rows is None else item * _elements(target)
-            _report(progress, cancelled, done, total)
-            continue
-        for chunk in chunks(target, piece, bundle, work.plan.request.chunk_mib):
-            _fill_chunk(work, target, piece, bundle, chunk)
-            done += (chunk.stop - chunk.start) * item
-            _report(progress, cancelled, done, total)
-
-
-def _report(progress: Progress | None, cancelled: Callable[[], bool] | None, done: int, total: int) -> None:
-    if progress is not None:
-        progress(min(done, total), total)
-    if cancelled is not None and cancelled():
-        raise LoadCancelled(
-            f"the load was cancelled after {done:,} of {total:,} bytes",
-            expected="a load that runs to its end",
-            hint="nothing of it is left; load again when wanted",
-        )
-
-
-def _in_file_order(work: _Work) -> Iterator[tuple[Target, Piece]]:
+def _in_file_order(work: _Work) -> list[tuple[Target, Piece]]:
     def place(entry: tuple[Target, Piece]) -> tuple[int, int, int]:
         weight = work.bundles[entry[1].source].weight
         return weight.file, weight.start, (entry[1].source_rows or (0, 0))[0]
 
-    yield from sorted(((target, piece) for target in work.plan.targets for piece in target.pieces), key=place)
+    return sorted(((target, piece) for target in work.plan.targets for piece in target.pieces), key=place)
 
 
-def _elements(target: Target) -> int:
-    count = 1
-    for size in target.shape:
-        count *= size
-    return count
-
-
-def _adopt(work: _Work, target: Target, piece: Piece, bundle: Bundle) -> None:
-    """Take the file's own bytes, mapped, as the tensor."""
-    (chunk,) = chunks(target, piece, bundle, _UNCUT)
-    work.tensors[target.stored[0].name] = work.reader.elements(bundle.weight, chunk.start, chunk.stop).view(
-        target.shape
-    )
+def _chunks(work: _Work, target: Target, piece: Piece) -> Iterator[Chunk]:
+    """The chunks of a piece; of one that stays in the mapped file the whole of it."""
+    size = _UNCUT if target.mapped else work.plan.request.chunk_mib
+    return chunks(target, piece, work.bundles[piece.source], size)
 
 
 _UNCUT = 2**40
-"""A chunk size that no tensor reaches."""
+"""A size of chunks in MiB that no tensor reaches."""
 
 
-def _fill_chunk(work: _Work, target: Target, piece: Piece, bundle: Bundle, chunk: Chunk) -> None:
+def _fill(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> None:
+    """Bring one chunk of the file into the tensors that a target is stored in."""
+    bundle = work.bundles[piece.source]
     values = work.reader.elements(bundle.weight, chunk.start, chunk.stop)
-    if work.device.type != "cpu":
-        values = values.to(work.device)
     rows = slice(*chunk.rows)
-    if piece.operation == "transpose":
-        values = values.view(target.shape[::-1]).t()
+    if target.mapped:
+        work.tensors[target.stored[0].name] = values.view(target.shape)
     else:
-        values = values.view((chunk.rows[1] - chunk.rows[0], *target.shape[1:]) if target.shape else ())
-    if target.how == "encode":
-        _encode(work, target, values, rows)
-    elif target.how == "decode":
-        values = _decoded(work, target, piece, bundle, values, chunk)
-        _rows(_stored(work, target, 0), rows).copy_(values)
-    else:
-        _rows(_stored(work, target, 0), rows).copy_(values)
+        values = values.to(work.device)
+        if target.how == "decode":
+            values = _decoded(work, target, piece, chunk, values)
+        if piece.operation == "transpose":
+            values = values.view(target.shape[::-1]).t()
+        else:
+            values = values.view((chunk.rows[1] - chunk.rows[0], *target.shape[1:]) if target.shape else ())
+        if target.how == "encode":
+            _encode(work, target, values, rows)
+        else:
+            _rows(work.stored(target, 0), rows).copy_(values)
+    if target.how == "keep":
+        _keep_scale(work, target, piece, chunk)
 
 
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
     return tensor[rows] if tensor.ndim else tensor
 
 
-def _stored(work: _Work, target: Target, index: int) -> torch.Tensor:
-    """A tensor of the result, allocated when its first values come."""
-    stored = target.stored[index]
-    if stored.name not in work.tensors:
-        work.tensors[stored.name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device=work.device)
-    return work.tensors[stored.name]
-
-
 def _encode(work: _Work, target: Target, values: torch.Tensor, rows: slice) -> None:
-    assert target.codec is not None
-    codec = codec_named(target.codec)
+    """Quantise rows into the parts of a weight, or a whole weight where its codec needs all rows at once."""
+    codec = codec_named(target.codec or "")
     names = list(codec.parts(target.shape))
     try:
         if codec.streams:
-            out = {name: _stored(work, target, index)[rows] for index, name in enumerate(names)}
-            codec.encode_rows_into(values, out, _scratch(work, values.numel()))
+            out = {name: work.stored(target, index)[rows] for index, name in enumerate(names)}
+            codec.encode_rows_into(values, out, work.scratch(values.numel()))
         else:
-            for index, (_, part) in enumerate(codec.encode(values.contiguous()).items()):
-                _stored(work, target, index).copy_(part)
+            for index, part in enumerate(codec.encode(values.contiguous()).values()):
+                work.stored(target, index).copy_(part)
     except QuantisationError as error:
         raise QuantisationError(f"{target.name}: {error.found}", expected=error.expected, hint=error.hint) from error
 
 
-def _scratch(work: _Work, elements: int) -> torch.Tensor:
-    if work.scratch is None or work.scratch.numel() < elements:
-        work.scratch = torch.empty(elements, dtype=torch.float32, device=work.device)
-    return work.scratch
-
-
-def _scale(work: _Work, bundle: Bundle) -> torch.Tensor:
-    """A weight's scale in float32, as one value or one for each row of the file's tensor."""
-    info = bundle.sides["weight_scale"]
-    return work.reader.elements(info, 0, info.elements).to(torch.float32).clone().to(work.device)
-
-
-def _keep_scale(work: _Work, target: Target, piece: Piece, bundle: Bundle) -> int:
-    """Put the file's scale beside the codes that are kept. Returns the bytes read."""
-    names = list(codec_named(target.codec or "").parts(target.shape))
-    if SCALE not in names:
-        return 0
-    out = _stored(work, target, names.index(SCALE))
-    scale = _scale(work, bundle)
-    if scale.numel() > 1 and piece.source_rows is not None:
-        scale = scale[slice(*piece.source_rows)]
-    where = out if piece.target_rows is None or out.ndim == 0 else out[slice(*piece.target_rows)]
-    where.copy_(scale.view(-1).expand(where.numel()).view(where.shape))
-    return bundle.sides["weight_scale"].nbytes
-
-
-def _decoded(
-    work: _Work, target: Target, piece: Piece, bundle: Bundle, codes: torch.Tensor, chunk: Chunk
-) -> torch.Tensor:
-    """Codes times their scale, in float32."""
-    if bundle.is_plain:
+def _decoded(work: _Work, target: Target, piece: Piece, chunk: Chunk, codes: torch.Tensor) -> torch.Tensor:
+    """Values in the target's dtype, in the file's order: codes times their scale in float32, cast once."""
+    if piece.codec is None:
         return codes
-    values = codes.to(torch.float32)
-    if "weight_scale" not in bundle.sides:
-        return values
-    scale = _scale(work, bundle)
-    if scale.numel() == 1:
-        return values.mul_(scale.view(()))
-    source_row = 0 if piece.source_rows is None else piece.source_rows[0]
-    first = chunk.rows[0] - (piece.target_rows or (0, 0))[0] + source_row
-    if bundle.granularity == "block":
-        blocks = scale.view(bundle.shape[0], -1, 1)[first : first + values.shape[0]]
-        return values.view(values.shape[0], blocks.shape[1], -1).mul_(blocks).view(values.shape)
-    if is_whole(target, piece):
-        return values.mul_(scale.view(1, -1))
-    return values.mul_(scale[first : first + values.shape[0]].view(-1, *[1] * (values.ndim - 1)))
+    codec, weight = codec_named(piece.codec), work.bundles[piece.source].weight
+    first, last = _file_rows(weight, chunk)
+    shape = (last - first, *weight.shape[1:]) if weight.shape else ()
+    parts = {CODES: codes.view(shape)}
+    scale = _scale_of_rows(work, piece, first, last)
+    if scale is not None:
+        parts[SCALE] = scale
+    return codec.decode(parts, shape, getattr(torch, target.stored[0].dtype)).view(-1)
+
+
+def _keep_scale(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> None:
+    """Put the file's scale beside the codes that are kept; rows that need their own each get that of a whole tensor."""
+    scale = _scale_of_rows(work, piece, *_file_rows(work.bundles[piece.source].weight, chunk))
+    if scale is not None:
+        names = list(codec_named(target.codec or "").parts(target.shape))
+        out = work.stored(target, names.index(SCALE))
+        (out if out.shape == scale.shape else out[slice(*chunk.rows)]).copy_(scale)
+
+
+def _file_rows(weight: TensorInfo, chunk: Chunk) -> tuple[int, int]:
+    """The rows of the file's tensor that a chunk holds."""
+    width = max(prod(weight.shape[1:]), 1)
+    return chunk.start // width, chunk.stop // width
+
+
+def _scale_of_rows(work: _Work, piece: Piece, first: int, last: int) -> torch.Tensor | None:
+    """The scale of some rows of the file's tensor as its codec takes it; None where the codes have none."""
+    codec = codec_named(piece.codec or "")
+    bundle = work.bundles[piece.source]
+    if not isinstance(codec, ScaledCodec) or WEIGHT_SCALE not in bundle.sides:
+        return None
+    scale = work.scale(bundle)
+    if codec.granularity == "tensor":
+        return scale.view(())
+    if codec.granularity == "block":
+        return scale.view(bundle.weight.shape[0], -1, 1)[first:last]
+    return scale.view(-1) if codec.axis else scale.view(-1)[first:last]
 
 
 def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.device) -> nn.Module:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from slipcast.registry.errors import AccountingError
 from torch import nn
+
+from slipcast.registry.errors import AccountingError
 
 _DEPTH = 6
 
@@ -31,15 +32,18 @@ def refuse_meta_tensors(model: nn.Module) -> None:
 def meta_tensors(model: nn.Module) -> Iterator[str]:
     """Dotted paths of all tensors on the meta device, also those in plain attributes, lists and helper objects."""
     for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
         for name, value in vars(module).items():
-            if name != "_modules":
-                yield from _walk(value, f"{path}.{name}" if path else name, _DEPTH, set())
+            if name in ("_parameters", "_buffers"):
+                yield from (prefix + leaf for leaf, tensor in value.items() if tensor is not None and tensor.is_meta)
+            elif name != "_modules":
+                yield from _walk(value, prefix + name, _DEPTH, set())
 
 
 def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
     if isinstance(value, torch.Tensor):
         if value.is_meta:
-            yield path.replace("._parameters.", ".").replace("._buffers.", ".")
+            yield path
         return
     if depth == 0 or id(value) in seen or isinstance(value, (nn.Module, type, str, bytes, int, float)):
         return

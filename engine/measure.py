@@ -10,8 +10,9 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from slipcast.engine.devices import Device
 from torch import nn
+
+from slipcast.engine.devices import Device
 
 _STATUS = Path("/proc/self/status")
 _INTERVAL = 0.003
@@ -49,7 +50,7 @@ class Peaks:
     Attributes:
         seconds: how long it took.
         host_anonymous: the most anonymous host memory above that at the start, in bytes; None where unknown.
-        device: the most device memory that torch had allocated above that at the start, in bytes; None on a CPU.
+        device: the most device memory that was asked of torch above that at the start, in bytes; None on a CPU.
     """
 
     def __init__(self, device: Device) -> None:
@@ -65,7 +66,7 @@ class Peaks:
         self._most = self._base or 0
         if self._device.kind == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device.torch_device)
-            self._device_base = torch.cuda.memory_allocated(self._device.torch_device)
+            self._device_base = self._requested("current")
         self._thread.start()
         self._began = time.perf_counter()
         return self
@@ -75,13 +76,17 @@ class Peaks:
     ) -> None:
         if self._device.kind == "cuda":
             torch.cuda.synchronize(self._device.torch_device)
-            self.device = torch.cuda.max_memory_allocated(self._device.torch_device) - self._device_base
+            self.device = self._requested("peak") - self._device_base
         self.seconds = time.perf_counter() - self._began
         self._stop.set()
         self._thread.join()
         self._look()
         if self._base is not None:
             self.host_anonymous = self._most - self._base
+
+    def _requested(self, which: str) -> int:
+        """Bytes of tensors on the device, without what torch's allocator adds to round them up."""
+        return int(torch.cuda.memory_stats(self._device.torch_device)[f"requested_bytes.all.{which}"])
 
     def _watch(self) -> None:
         while not self._stop.wait(_INTERVAL):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from slipcast.engine.accounting import Accounts
 from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.kept_codes import FLOAT8_FORMATS, kept_codec
@@ -14,7 +16,6 @@ from slipcast.engine.precision import Rules
 from slipcast.engine.saved_quantisation import SavedQuantisation
 from slipcast.registry.identify import Match
 from slipcast.registry.quantisation import Bundle
-from torch import nn
 
 _ENCODED = Float8("row")
 """What a plain weight is quantised to."""
@@ -57,6 +58,7 @@ class ModuleChooser:
     Attributes:
         match: the identified checkpoint.
         accounts: which pieces of the file make which weight.
+        tied: names of tensors that are one with another.
         rules: the family's precision rules.
         saved: what a config.json says of layers that slipcast quantised.
         compute_dtype: torch's name of the engaged compute dtype.
@@ -66,6 +68,7 @@ class ModuleChooser:
 
     match: Match
     accounts: Accounts
+    tied: frozenset[str]
     rules: Rules
     saved: SavedQuantisation
     compute_dtype: str
@@ -101,12 +104,24 @@ class ModuleChooser:
         in_codes = any(not bundle.is_plain for bundle in bundles)
         if not in_codes and not (self._encodes and quantisation_obstacle(module, _ENCODED) is None):
             return None
+        reason = self._stays_plain(path)
+        if reason:
+            return WeightChoice(None, False, reason)
+        if not in_codes:
+            codec = layer_codec(module, _ENCODED)
+            if len(pieces) > 1 and not codec.streams:
+                return WeightChoice(None, False, f"{codec.name} needs all rows at once, which several tensors hold")
+            return WeightChoice(codec.name, False, "")
+        return self._kept_choice(path, module, pieces, bundles)
+
+    def _stays_plain(self, path: str) -> str:
+        """Why a layer is never quantised, or ""."""
         role = self.rules.kept_role(path)
         if role is not None:
-            return WeightChoice(None, False, f"the family keeps its {role.replace('_', ' ')} in the compute dtype")
-        if not in_codes:
-            return WeightChoice(layer_codec(module, _ENCODED).name, False, "")
-        return self._kept_choice(path, module, pieces, bundles)
+            return f"the family keeps its {role.replace('_', ' ')} in the compute dtype"
+        if self.rules.stays_fp32(f"{path}.weight"):
+            return "the family keeps it in float32"
+        return "its weight is also another module's" if f"{path}.weight" in self.tied else ""
 
     def _kept_choice(
         self, path: str, module: nn.Module, pieces: Sequence[Piece], bundles: Sequence[Bundle]

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
 from slipcast.registry.errors import PlanMismatchError
 from slipcast.registry.keymap.link import Operation
 
@@ -16,7 +17,7 @@ PLAN_VERSION = 1
 
 Fate = Literal["loaded", "folded", "side tensor", "other component", "dropped"]
 Kind = Literal["parameter", "buffer"]
-How = Literal["adopt", "copy", "encode", "keep", "decode", "tie", "computed"]
+How = Literal["copy", "encode", "keep", "decode", "tie", "computed"]
 
 
 class _Frozen(BaseModel):
@@ -63,12 +64,14 @@ class Piece(_Frozen):
         source_rows: first and one past the last row of the file's tensor; None where all of it is meant, in any shape.
         operation: what the file's tensor is of the model's; loading inverts it.
         target_rows: the rows of the model's tensor; None where the piece is all of it.
+        codec: name of the codec that decodes the file's codes; None of plain values.
     """
 
     source: str
     source_rows: tuple[int, int] | None = None
     operation: Operation | None = None
     target_rows: tuple[int, int] | None = None
+    codec: str | None = None
 
 
 class Target(_Frozen):
@@ -77,9 +80,10 @@ class Target(_Frozen):
     Attributes:
         name: its name in the model.
         shape: the model's (logical) shape.
-        how: ``adopt`` (a view of the mapped file), ``copy`` (cast at most), ``encode`` (quantise), ``keep`` (the file's
-            codes and scales as they are), ``decode`` (dequantise in float32, then cast once), ``tie`` (another's tensor),
-            ``computed`` (made by the class).
+        how: ``copy`` (cast at most), ``encode`` (quantise), ``keep`` (the file's codes and scales as they are),
+            ``decode`` (dequantise in float32, then cast once), ``tie`` (another's tensor), ``computed`` (made by the
+            class).
+        mapped: whether its values, of a kept weight its codes, are a view of the mapped file instead of a copy.
         codec: name of the codec of a quantised weight, else None.
         stored: the tensors that it is kept in; a quantised weight has codes and scales, a tie none of its own.
         pieces: where its values come from.
@@ -90,6 +94,7 @@ class Target(_Frozen):
     name: str
     shape: tuple[int, ...]
     how: How
+    mapped: bool = False
     codec: str | None = None
     stored: tuple[Stored, ...] = ()
     pieces: tuple[Piece, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -16,7 +17,7 @@ from slipcast.engine.module_precision import ModuleChoices, ModuleChooser
 from slipcast.engine.plan import Bytes, Decision, FileTensor, Origin, Plan, Request, Target
 from slipcast.engine.precision import Rules, decide_dtype, decide_fp8
 from slipcast.engine.saved_quantisation import saved_quantisation
-from slipcast.engine.targets import TargetMaker
+from slipcast.engine.targets import TargetMaker, refuse_other_kinds
 from slipcast.registry.errors import UnsupportedFormatError
 from slipcast.registry.header import Header
 from slipcast.registry.identify import Match
@@ -63,18 +64,22 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         name: tuple(tensor.shape) for name, tensor in chain(tensors.parameters.items(), tensors.persistent.items())
     }
     accounts = account(match, shapes, tensors.ties, others=others, unexpected=settings.unexpected)
+    refuse_other_kinds(match, accounts, {**tensors.parameters, **tensors.persistent})
     dtype = decide_dtype(settings.dtype, match.family.precision, match.bundles.values(), device, saved.compute_dtype)
     fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values())
     rules = Rules.of(match.family.precision)
+    tied = frozenset(chain.from_iterable(tensors.ties.items()))
 
     def planned(fp8_mode: str) -> tuple[ModuleChoices, tuple[Target, ...], Bytes]:
-        chooser = ModuleChooser(match, accounts, rules, saved, dtype.engaged, fp8_mode, settings.fp8.remainder)
+        chooser = ModuleChooser(match, accounts, tied, rules, saved, dtype.engaged, fp8_mode, settings.fp8.remainder)
         modules = chooser.choose(model)
-        maker = TargetMaker(match, accounts, modules.by_weight, rules, dtype.engaged, device, settings.mmap)
+        maker = TargetMaker(match, accounts, modules.by_weight, saved, rules, dtype.engaged, device, settings.mmap)
         targets = tuple(maker.targets(tensors))
         return modules, targets, predict_bytes(targets, match, device, settings)
 
     modules, targets, bytes_ = planned(fp8.engaged)
+    if fp8.engaged != "off" and all(module.codec is None for module in modules.modules):
+        fp8 = Decision(requested=fp8.requested, engaged="off", reason="no layer of it can be in fp8, as modules say")
     return Plan(
         origin=_origin(match, config),
         request=_request(settings),
@@ -176,19 +181,23 @@ def _mmap_decision(mmap: bool, device: Device) -> Decision:
 
 
 def _fates(match: Match, targets: Sequence[Target], accounts: Accounts) -> Iterator[FileTensor]:
-    """What becomes of each tensor of the file: of the bundles that targets take, then of the rest."""
-    taken: dict[str, Target] = {}
+    """What becomes of each tensor of the file: of the bundles that links hold, then of the rest."""
+    takers: dict[str, list[Target]] = defaultdict(list)
     for target in targets:
         for piece in target.pieces:
-            taken.setdefault(piece.source, target)
+            takers[piece.source].append(target)
+    spare = {piece.source: name for name, pieces in accounts.pieces.items() for piece in pieces}
     for bundle in match.everything.weights.values():
-        if bundle.name not in taken:
+        taking = takers[bundle.name]
+        folding = [target for target in taking if target.how == "decode"]
+        if not taking and bundle.name not in spare:
             continue
-        target = taken[bundle.name]
-        folded = target.how == "decode"
-        yield FileTensor(
-            name=bundle.weight.name, fate="folded" if folded else "loaded", reason=target.reason if folded else ""
-        )
+        if not taking:
+            reason = f"{spare[bundle.name]} is the same tensor as another, which is loaded"
+            yield from (FileTensor(name=tensor.name, fate="dropped", reason=reason) for tensor in bundle.tensors)
+            continue
+        fate, reason = ("folded", folding[0].reason) if folding and not bundle.is_plain else ("loaded", "")
+        yield FileTensor(name=bundle.weight.name, fate=fate, reason=reason)
         for role, side in bundle.sides.items():
             yield FileTensor(name=side.name, fate="side tensor", reason=f"{role} of {bundle.name}")
     yield from accounts.unused

@@ -62,18 +62,20 @@ def _family_dtype(precision: Precision, bundles: Iterable[Bundle]) -> tuple[str,
 def decide_fp8(requested: str, family: Family, bundles: Iterable[Bundle]) -> Decision:
     """Whether weights are kept in fp8, and whether they are multiplied in it."""
     in_file = any(bundle.format in FLOAT8_FORMATS for bundle in bundles)
-    if requested == "off":
-        return Decision(requested=requested, engaged="off", reason="as requested")
-    if requested == "auto":
-        if not in_file:
-            return Decision(requested=requested, engaged="off", reason="the file holds no fp8 weights")
-        return Decision(requested=requested, engaged="storage", reason="the file's fp8 weights are kept as they are")
     support = family.precision.fp8.storage
-    if not support.supported:
-        return Decision(requested=requested, engaged="off", reason=f"{family.id}: {support.reason}")
-    if requested == "compute":
-        return Decision(requested=requested, engaged="storage", reason="fp8 compute is not available in this version")
-    return Decision(requested=requested, engaged="storage", reason="as requested")
+    if requested == "off":
+        engaged, reason = "off", "as requested"
+    elif requested == "auto" and not in_file:
+        engaged, reason = "off", "the file holds no fp8 weights"
+    elif not support.supported:
+        engaged, reason = "off", f"{family.id}: {support.reason}"
+    elif requested == "auto":
+        engaged, reason = "storage", "the file's fp8 weights are kept as they are"
+    elif requested == "compute":
+        engaged, reason = "storage", "fp8 compute is not available in this version"
+    else:
+        engaged, reason = "storage", "as requested"
+    return Decision(requested=requested, engaged=engaged, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

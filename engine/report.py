@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slipcast.engine.measure import Peaks, count_bytes
-from slipcast.engine.plan import Plan
 from torch import nn
 
+from slipcast.engine.measure import Peaks, count_bytes
+from slipcast.engine.plan import Plan
+
 _MIB = 2**20
+_REFUSABLE = frozenset({"dtype", "fp8"})
+"""Requests that can be refused. Others are only made more exact, as cuda is, or have no bearing, as mmap on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Report:
         refused = "; ".join(
             f"{name}={decision.requested} became {decision.engaged}: {decision.reason}"
             for name, decision in plan.settings.items()
-            if decision.requested not in ("auto", decision.engaged)
+            if name in _REFUSABLE and decision.requested not in ("auto", decision.engaged)
         )
         variant = f" ({plan.origin.variant})" if plan.origin.variant else ""
         storage = "fp8" if quantised else plan.compute_dtype

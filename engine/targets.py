@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+
 from slipcast.engine.accounting import Accounts
-from slipcast.engine.codecs.base import CODES
+from slipcast.engine.codecs.base import CODES, Codec
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.devices import Device
+from slipcast.engine.kept_codes import file_codec, saved_codec
 from slipcast.engine.model_tensors import ModelTensors
 from slipcast.engine.module_precision import WeightChoice
-from slipcast.engine.plan import How, Kind, Piece, Stored, Target
-from slipcast.engine.precision import TORCH_NAMES, Rules
-from slipcast.engine.reader import is_aligned
+from slipcast.engine.plan import Kind, Piece, Stored, Target
+from slipcast.engine.precision import Rules
+from slipcast.engine.reader import is_aligned, torch_dtype
+from slipcast.engine.saved_quantisation import SavedQuantisation
 from slipcast.engine.weight_entries import WEIGHT, tensor_name
+from slipcast.registry.errors import AccountingError
 from slipcast.registry.header import Shape
 from slipcast.registry.identify import Match
 
@@ -32,6 +36,7 @@ class TargetMaker:
         match: the identified checkpoint.
         accounts: which pieces of the file make which tensor.
         weights: the choice for each weight that a rule bears on.
+        saved: what a config.json says of layers that slipcast quantised.
         rules: the family's precision rules.
         compute_dtype: torch's name of the engaged compute dtype.
         device: where the model goes.
@@ -41,6 +46,7 @@ class TargetMaker:
     match: Match
     accounts: Accounts
     weights: Mapping[str, WeightChoice]
+    saved: SavedQuantisation
     rules: Rules
     compute_dtype: str
     device: Device
@@ -71,54 +77,92 @@ class TargetMaker:
         pieces = self._pieces(name, ties)
         choice = self.weights.get(name)
         if choice is not None and choice.codec is not None:
-            parts = codec_named(choice.codec).parts(shape)
-            stored = tuple(
-                stored_tensor(
-                    stored_name(name, part), "parameter" if part == CODES else "buffer", spec.dtype, spec.shape
-                )
-                for part, spec in parts.items()
-            )
-            how: How = "keep" if choice.keep else "encode"
-            return Target(
-                name=name, shape=shape, how=how, codec=choice.codec, stored=stored, pieces=pieces, reason=choice.reason
-            )
+            return self._quantised(name, shape, pieces, choice.codec, choice)
         dtype = self._dtype(name, tensor)
-        stored = (stored_tensor(name, kind, dtype, shape),)
-        how = self._how(pieces, dtype)
+        decoded = any(piece.codec is not None for piece in pieces)
         reason = choice.reason if choice is not None else ""
-        if how == "decode" and not reason:
+        if decoded and not reason:
             reason = "dequantised: only weights of layers keep codes"
-        return Target(name=name, shape=shape, how=how, stored=stored, pieces=pieces, reason=reason)
+        return Target(
+            name=name,
+            shape=shape,
+            how="decode" if decoded else "copy",
+            mapped=not decoded and self._is_mapped(pieces, dtype),
+            stored=(stored_tensor(name, kind, dtype, shape),),
+            pieces=pieces,
+            reason=reason,
+        )
+
+    def _quantised(
+        self, name: str, shape: Shape, pieces: tuple[Piece, ...], codec: str, choice: WeightChoice
+    ) -> Target:
+        parts = codec_named(codec).parts(shape)
+        stored = tuple(
+            stored_tensor(stored_name(name, part), "parameter" if part == CODES else "buffer", spec.dtype, spec.shape)
+            for part, spec in parts.items()
+        )
+        return Target(
+            name=name,
+            shape=shape,
+            how="keep" if choice.keep else "encode",
+            mapped=choice.keep and self._is_mapped(pieces, parts[CODES].dtype),
+            codec=codec,
+            stored=stored,
+            pieces=pieces,
+            reason=choice.reason,
+        )
 
     def _pieces(self, name: str, ties: Mapping[str, str]) -> tuple[Piece, ...]:
-        """The pieces of a tensor; of the first of several tied ones those of whichever the file has."""
-        if name in self.accounts.pieces:
-            return self.accounts.pieces[name]
-        return next(
-            self.accounts.pieces[other]
-            for other, first in ties.items()
-            if first == name and other in self.accounts.pieces
-        )
+        """The pieces of a tensor, with their codecs; of the first of several tied ones those of one that has some."""
+        tied = (other for other, first in ties.items() if first == name)
+        pieces = next(self.accounts.pieces[other] for other in (name, *tied) if other in self.accounts.pieces)
+        saved = self.saved.codecs.get(name.removesuffix(f".{WEIGHT}"))
+        return tuple(self._with_codec(name, piece, saved) for piece in pieces)
+
+    def _with_codec(self, name: str, piece: Piece, saved: Codec | None) -> Piece:
+        bundle = self.match.everything.weights[piece.source]
+        codec = file_codec(bundle)
+        if codec is not None and saved is not None:
+            codec = saved_codec(self.match.header, name, bundle, saved)
+        return piece if codec is None else piece.model_copy(update={"codec": codec.name})
 
     def _dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         if not tensor.is_floating_point():
             return tensor.dtype
         return torch.float32 if self.rules.stays_fp32(name) else getattr(torch, self.compute_dtype)
 
-    def _how(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> How:
-        """Adopted where the file's bytes are the model's, dequantised where they are codes, else copied and cast."""
-        bundles = [self.match.everything.weights[piece.source] for piece in pieces]
-        if any(not bundle.is_plain for bundle in bundles):
-            return "decode"
-        adopted = (
-            self.mmap
-            and self.device.kind == "cpu"
-            and len(pieces) == 1
-            and pieces[0].operation in _VIEWS
-            and TORCH_NAMES.get(bundles[0].weight.dtype) == str(dtype).removeprefix("torch.")
-            and is_aligned(bundles[0].weight, pieces[0].source_rows)
+    def _is_mapped(self, pieces: tuple[Piece, ...], dtype: torch.dtype) -> bool:
+        """Whether bytes of the file can be the model's tensor as they lie there."""
+        if not self.mmap or self.device.kind != "cpu" or len(pieces) > 1 or pieces[0].operation not in _VIEWS:
+            return False
+        tensor = self.match.everything.weights[pieces[0].source].weight
+        return torch_dtype(tensor) is dtype and is_aligned(tensor, pieces[0].source_rows)
+
+
+def refuse_other_kinds(match: Match, accounts: Accounts, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse integers where the model has floats, and the like: a cast would make values of codes.
+
+    Raises:
+        AccountingError: it lists them.
+    """
+    wrong = [
+        f"{bundle.name} {bundle.weight.dtype}, for {name} {str(tensors[name].dtype).removeprefix('torch.')}"
+        for name, pieces in accounts.pieces.items()
+        for bundle in (match.everything.weights[piece.source] for piece in pieces)
+        if _kind(torch_dtype(bundle.weight)) != _kind(tensors[name].dtype)
+    ]
+    if wrong:
+        raise AccountingError(
+            f"{len(wrong)} tensors hold numbers of another kind than the model's",
+            expected="floats for the model's floats, integers for its integers",
+            hint="the file is in a format that is not known: loading it would give wrong weights",
+            path=match.header.path,
+            items=wrong,
         )
-        return "adopt" if adopted else "copy"
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
 def stored_tensor(name: str, kind: Kind, dtype: torch.dtype, shape: Shape) -> Stored:

@@ -72,8 +72,9 @@ def identify(
             matches.append(_identify_header(header, component, bundles, asked))
         except IdentificationError as error:
             failures.append(error)
-    if not matches or any(len(failure.candidates) > 1 for failure in failures):
-        raise failures[0]
+    ambiguous = [failure for failure in failures if failure.candidates]
+    if ambiguous or not matches:
+        raise (ambiguous or failures)[0]
     return tuple(matches)
 
 

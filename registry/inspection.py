@@ -23,15 +23,15 @@ class Component:
     """One recognised model inside a checkpoint.
 
     Attributes:
-        name: its folder in a pipeline folder, or its prefix in a file; "" for the only one.
+        name: its folder in a pipeline folder; "" for the only one.
         family: id of its family.
         kind: denoiser, text_encoder, vae or controlnet.
         variant: a variant of the family, or None.
         layout: whose names it bears; None where the two namings are one.
         prefix: what stands before each of its names.
         formats: format name -> number of weights.
-        tensors: number of tensors of its file.
-        nbytes: bytes of its tensors.
+        tensors: number of its tensors, scales and markers of its weights included.
+        nbytes: bytes of these.
     """
 
     name: str
