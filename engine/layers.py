@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipcast.engine.codecs.base import Codec, Part, Shape, bits, is_plain_float
+from slipcast.engine.codes import Codes
 from slipcast.engine.weight_entries import WEIGHT, is_weight_entry, read_entries, tensor_name
 from slipcast.registry.errors import QuantisationError
 
@@ -34,6 +35,17 @@ class QuantisedModule(nn.Module):
     compute_dtype: torch.dtype
     weight: Tensor
 
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """Of the plain class's arguments make a plain layer.
+
+        For those who want a layer like another and call ``type(layer)``, as peft does for adapters of convolutions. It
+        would be no quantised layer, for a codec and codes are no arguments. Without arguments, as copies are made, the
+        class is what it says.
+        """
+        if not arguments and not options:
+            return super().__new__(cls)
+        return next(kind for kind in cls.__mro__ if not issubclass(kind, QuantisedModule))(*arguments, **options)
+
     @property
     def weight_shape(self) -> Shape:
         """The weight's logical shape: that of the plain layer."""
@@ -42,6 +54,10 @@ class QuantisedModule(nn.Module):
     def expected_tensors(self) -> dict[str, Part]:
         """Dtype and shape of each tensor that holds the weight, by its name in the module."""
         return {tensor_name(name): part for name, part in self.codec.parts(self.weight_shape).items()}
+
+    def constants(self) -> tuple[str, ...]:
+        """Names of the tensors that no cast may touch: those that hold the weight, and what a subclass adds."""
+        return tuple(self.expected_tensors())
 
     def set_weight(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over codes and scales, by name in the module; nothing is copied or cast.
@@ -61,7 +77,7 @@ class QuantisedModule(nn.Module):
             )
         for name, tensor in tensors.items():
             if name == WEIGHT:
-                self._parameters[name] = nn.Parameter(tensor.detach(), requires_grad=False)
+                self._parameters[name] = Codes(tensor)
             else:
                 self._buffers[name] = tensor.detach()
 
@@ -84,25 +100,31 @@ class QuantisedModule(nn.Module):
         These are handed over as integers, which casts of floats pass by; a cast all the same (``.type``) is undone.
         So is a cast of the bias to a dtype that nothing can be computed in.
         """
-        own = [getattr(self, name) for name in self.expected_tensors()]
+        own = [_tensor(self, name) for name in self.constants()]
 
         def keep_bits(tensor: Tensor) -> Tensor:
             if not any(tensor is part for part in own):
                 applied = fn(tensor)
                 return applied if is_plain_float(applied.dtype) else tensor.to(applied.device)
-            integers = bits(tensor.data)
+            integers = bits(tensor.detach())
             applied = fn(integers)
             if applied is integers:
-                return tensor
+                return tensor.detach() if isinstance(tensor, Codes) else tensor
             if applied.dtype != integers.dtype:
                 applied = integers.to(applied.device)
             return applied.view(tensor.dtype)
 
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight.device))
         super()._apply(keep_bits, recurse)  # type: ignore[no-untyped-call]
+        self._guard_codes()
         if is_plain_float(probe.dtype):
             self.compute_dtype = probe.dtype
         return self
+
+    def _guard_codes(self) -> None:
+        """Torch makes plain parameters of what it moves to the meta device, swaps or assigns."""
+        weight: Any = self._parameters[WEIGHT]
+        weight.__class__ = Codes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
@@ -154,6 +176,7 @@ class QuantisedModule(nn.Module):
             state_dict[f"{prefix}bias"] = bias.to(self.compute_dtype)
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        self._guard_codes()
         reported = {prefix + name for name in self.expected_tensors()} if failed else set()
         missing_keys += [key for key in missing if key not in reported]
 

@@ -1,0 +1,156 @@
+"""Linears that multiply in float8: quantised activations times the stored codes, through torch's scaled matmul.
+
+The layer holds what a layer in fp8 storage holds, and a static scale of activations where the checkpoint has a usable
+one. What it computes depends on nothing but its tensors and its input: not on where the weight usually lies, nor on the
+number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipcast.engine.codecs.base import CODES, SCALE, Codec, multiplied
+from slipcast.engine.codecs.float8 import Float8
+from slipcast.engine.layers import QuantisedLinear
+from slipcast.engine.scaled_matmul import ALIGNMENT, FLOAT8, input_scale_obstacle, quantise_rows, scaled_matmul
+from slipcast.registry.errors import QuantisationError
+
+INPUT_SCALE = "input_scale"
+
+
+def compute_obstacle(in_features: int, out_features: int, codec: Codec) -> str | None:
+    """Why a Linear kept in this codec can't multiply in float8, as a clause; None where it can.
+
+    Args:
+        in_features: columns of the weight.
+        out_features: rows of the weight.
+        codec: how the weight is kept. float8_e4m3fn under a scale for each row, for the whole, or without one.
+    """
+    if not isinstance(codec, Float8) or codec.dtype is not FLOAT8:
+        return f"its weight is stored as {codec.name}, not in {str(FLOAT8).removeprefix('torch.')}"
+    if codec.granularity == "block":
+        return "its scales are of blocks, which the kernel can't apply to the products"
+    for name, features in (("inputs", in_features), ("outputs", out_features)):
+        if features % ALIGNMENT:
+            return f"it has {features} {name}, not a multiple of {ALIGNMENT}"
+    return None
+
+
+def enable_compute_(layer: QuantisedLinear, *, input_scale: Tensor | None) -> Float8ComputeLinear:
+    """Let a quantised Linear multiply in float8, in place: it keeps its identity, codes, scales and hooks.
+
+    Args:
+        layer: on any device, the meta device too. One that multiplies in float8 already takes the new scale.
+        input_scale: a static scale of activations, of one element, or None for a scale for each row in each forward.
+            Taken over without a copy where it is float32.
+
+    Returns:
+        The layer.
+
+    Raises:
+        QuantisationError: the layer can't (see ``compute_obstacle``), or the scale can't be used (see
+            ``input_scale_obstacle``).
+    """
+    obstacle = compute_obstacle(layer.in_features, layer.out_features, layer.codec)
+    if type(layer) not in (QuantisedLinear, Float8ComputeLinear):
+        obstacle = f"its class is {type(layer).__qualname__}"
+    elif "forward" in vars(layer):
+        obstacle = "a hook has replaced its forward; enable it before offloading or casting hooks are installed"
+    if obstacle is not None:
+        raise QuantisationError(
+            f"a layer to multiply in float8: {obstacle}",
+            expected=f"a quantised Linear in float8_e4m3fn whose sizes are multiples of {ALIGNMENT}",
+            hint="leave this layer on fp8 storage",
+        )
+    scale = None if input_scale is None else _scalar(input_scale)
+    layer.__class__ = Float8ComputeLinear
+    layer._parameters.pop(INPUT_SCALE, None)
+    layer.__dict__.pop(INPUT_SCALE, None)
+    layer.register_buffer(INPUT_SCALE, scale)
+    return layer  # type: ignore[return-value]
+
+
+def _scalar(input_scale: Tensor) -> Tensor:
+    """A static scale as the layer keeps it: float32 ``[]``."""
+    obstacle = None
+    if input_scale.numel() != 1:
+        obstacle = f"it has shape {list(input_scale.shape)}, not one element"
+    elif not input_scale.is_meta:
+        obstacle = input_scale_obstacle(float(input_scale))
+    if obstacle is not None:
+        raise QuantisationError(
+            f"a static scale of activations that can't be used: {obstacle}",
+            expected="one number that is finite, positive and not exactly 1.0",
+            hint="leave it out: each row of activations then gets its own scale",
+        )
+    return input_scale.detach().reshape(()).to(torch.float32)
+
+
+class Float8ComputeLinear(QuantisedLinear):
+    """A Linear that multiplies in float8. ``enable_compute_`` makes it of a quantised Linear.
+
+    Attributes:
+        input_scale: the static scale of activations, float32 ``[]``, or None for a scale for each row.
+    """
+
+    input_scale: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]`` in the compute dtype, or in autocast's where that is on."""
+        parts = self.parts()
+        dtype, device = self.compute_dtype, input.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        result: Tensor = _Product.apply(input, parts[CODES], parts.get(SCALE), self.input_scale, dtype)
+        return result if self.bias is None else result + self.bias.to(dtype)
+
+    def constants(self) -> tuple[str, ...]:
+        """Also the static scale of activations."""
+        names = super().constants()
+        return names if self.input_scale is None else (*names, INPUT_SCALE)
+
+    def extra_repr(self) -> str:
+        """The quantised layer's, with how activations are scaled."""
+        scaling = "of each row" if self.input_scale is None else "static"
+        return f"{super().extra_repr()}, fp8 compute, activation scale {scaling}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        key, error_msgs = prefix + INPUT_SCALE, arguments[-1]
+        if isinstance(state_dict.get(key), Tensor):
+            try:
+                state_dict[key] = _scalar(state_dict[key])
+            except QuantisationError as error:
+                error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
+                del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class _Product(torch.autograd.Function):
+    """``[..., K]`` times a weight in codes. The gradient passes rounding by, as if the activations were not quantised."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        codes: Tensor,
+        scale: Tensor | None,
+        input_scale: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scale)
+        ctx.dtype = input.dtype
+        rows, row_scale = quantise_rows(input.reshape(-1, codes.shape[1]), input_scale)
+        product = scaled_matmul(rows, row_scale, codes, scale, dtype)
+        return product.view(*input.shape[:-1], codes.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        codes, scale = ctx.saved_tensors
+        if scale is None:
+            weight = codes.to(gradient.dtype)
+        else:
+            weight = multiplied(codes, scale.view(-1, 1), gradient.dtype)
+        return (gradient @ weight).to(ctx.dtype), None, None, None, None
