@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from slipcast.registry.errors import ConfigError
+from slipcast.registry.errors import ConfigError, ExpressionError
 from slipcast.registry.expression import evaluate_config
 from slipcast.registry.family import Family
 from slipcast.registry.header import Header, Shape
+from slipcast.registry.strict_yaml import dotted
 
 _READS_HEADER = re.compile(r"\b(size|count|has)\(")
 
@@ -27,10 +28,10 @@ def infer_config(family: Family, shapes: Mapping[str, Shape], header: Header) ->
         header: the header; its ``config`` is the parsed ``config.json`` or None.
 
     Raises:
-        ConfigError: the config.json is of another class, or contradicts the tensors.
-        ExpressionError: the header lacks what an expression reads.
+        ConfigError: the header lacks what an expression reads, or the config.json is of another class or contradicts
+            the tensors.
     """
-    inferred = evaluate_config(family.config, family.let, shapes)
+    inferred = _inferred(family, shapes, header)
     if header.config is None:
         return MappingProxyType(inferred)
     recorded = {key: value for key, value in header.config.items() if not key.startswith("_")}
@@ -46,6 +47,20 @@ def infer_config(family: Family, shapes: Mapping[str, Shape], header: Header) ->
         )
     recorded.pop("quantization_config", None)
     return MappingProxyType({**inferred, **recorded})
+
+
+def _inferred(family: Family, shapes: Mapping[str, Shape], header: Header) -> dict[str, Any]:
+    try:
+        return evaluate_config(family.config, family.let, shapes)
+    except ExpressionError as error:
+        raise ConfigError(
+            f"the tensors don't show how to build a {family.id}: {error.found}",
+            expected="all the tensors of the model, in their usual shapes",
+            hint="the file is incomplete or damaged: download or convert it again; if all files of the kind fail, "
+            f"the family file is wrong ({family.source}, {dotted(error.where)})",
+            path=header.path,
+            items=error.items,
+        ) from error
 
 
 def _same_class(family: Family, header: Header) -> None:

@@ -180,6 +180,18 @@ class TestFilesThatDoNotAddUp:
         assert error["items"] == ["missing: layers.1.feed_forward.w2.weight (for layers.1.feed_forward.w2.weight)"]
         assert "incomplete" in error["hint"]
 
+    def test_a_tensor_missing_that_shows_the_model_s_size(self, folder, tensors, command):
+        native = natively(tensors)
+        del native["x_embedder.weight"]
+        save_file(native, folder / "model.safetensors")
+        for each in (command, "inspect"):
+            error = refused(folder, each, folder / "model.safetensors")
+            assert error["error"] == "ConfigError"
+            assert "show how to build a z-image: no tensor x_embedder.weight" in error["found"]
+            assert "the file is incomplete or damaged" in error["hint"]
+            assert "(slipcast.families/z-image.yaml, config.dim)" in error["hint"]
+            assert error["path"] == str(folder / "model.safetensors")
+
     def test_one_tensor_too_many(self, folder, tensors, command):
         path = write_native(folder / "model.safetensors", tensors | {"odd.weight": torch.ones(3, 2)})
         error = refused(folder, command, path)
