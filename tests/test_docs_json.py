@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from support.command_line import json_of
 from support.isolation import isolate
