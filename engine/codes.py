@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
-from slipcast.registry.errors import QuantisationError
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
+
+from slipcast.registry.errors import QuantisationError
 
 _COMPARISONS = frozenset(
     {"__eq__", "eq", "ne", "equal", "is_set_to", "is_same_size", "result_type", "_has_compatible_shallow_copy_type"}
@@ -65,8 +66,8 @@ def _refuse_combination(name: str, arguments: list[Any]) -> None:
         return
     raise QuantisationError(
         f"the operation {name.strip('_')} on the codes of a quantised weight, as if they were its values",
-        expected="codes that stay as they are: an adapter on a quantised layer works beside it, not merged into it, and "
-        "the projections of quantised layers are not fused",
+        expected="codes that stay as they are: adapters of quantised layers work beside them, never merged into them, "
+        "and the projections of quantised layers are not fused",
         hint="leave out merging and fusing; or load the model with fp8=off, which gives weights to merge into; what "
         "needs the values of one weight takes the layer's dequantised_weight()",
     )

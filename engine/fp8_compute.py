@@ -129,7 +129,7 @@ class Float8ComputeLinear(QuantisedLinear):
 
 
 class _Product(torch.autograd.Function):
-    """``[..., K]`` times a weight in codes. The gradient passes rounding by, as if the activations were not quantised."""
+    """``[..., K]`` times a weight in codes. Gradients pass the rounding by, as if activations were not quantised."""
 
     @staticmethod
     def forward(
@@ -149,8 +149,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         codes, scale = ctx.saved_tensors
-        if scale is None:
-            weight = codes.to(gradient.dtype)
-        else:
-            weight = multiplied(codes, scale.view(-1, 1), gradient.dtype)
+        one = torch.ones((), device=codes.device)
+        weight = multiplied(codes, one if scale is None else scale.view(-1, 1), gradient.dtype)
         return (gradient @ weight).to(ctx.dtype), None, None, None, None

@@ -68,7 +68,7 @@ def _try_out(device: torch.device) -> Probe:
     try:
         with torch.no_grad():
             error = max(_error_of(*shape, per_row, device) for shape in _SHAPES for per_row in (True, False))
-    except (RuntimeError, AttributeError) as failure:
+    except (RuntimeError, ValueError, AttributeError) as failure:
         message = str(failure).strip().partition("\n")[0]
         definite = not isinstance(failure, torch.OutOfMemoryError) and any(word in message.lower() for word in _NEVER)
         return Probe(False, definite, f"tried: {message or type(failure).__name__}")

@@ -1,4 +1,4 @@
-"""Products of float8 codes with scales: against float32, against torch's own operation, and where values are extreme."""
+"""Products of float8 codes with scales: against float32, against torch's operation, and where values are extreme."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rowwise_error(actual: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_product_is_close_to_float32(dtype: torch.dtype) -> None:
     rows = activations(dtype=dtype)
-    weight, parts = weight_parts()
+    weight, _ = weight_parts()
     result = product(rows, dtype=dtype)
     assert result.dtype == dtype
     expected = rows.float() @ weight.t()
