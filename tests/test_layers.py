@@ -631,12 +631,13 @@ def test_a_quantised_model_compiles_without_a_graph_break(backend: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_moves_to_a_gpu_and_back_keep_the_weight(kind: str) -> None:
     layer = quantised(kind, dtype=torch.float32)
-    before, here = weight_bits(layer), layer(layer_input(kind))
+    before = weight_bits(layer)
     for move in (lambda m: m.cuda(), lambda m: m.to("cpu"), lambda m: m.type(torch.cuda.HalfTensor), lambda m: m.cpu()):
         move(layer)
         assert weight_bits(layer) == before
         assert len({tensor.device for tensor in layer.state_dict().values()}) == 1
     assert layer.compute_dtype == torch.float16
+    here = layer.float()(layer_input(kind))
     layer.to("cuda", torch.float32, non_blocking=True)
     with torch.backends.cudnn.flags(allow_tf32=False):
         assert relative_l2(layer(layer_input(kind).cuda()), here) < 1e-5

@@ -353,8 +353,11 @@ def test_a_gpu_decodes_and_encodes_like_the_cpu(codec: Codec, dtype: torch.dtype
     rotated = isinstance(codec, Int8) and codec.rotation
     for key, part in here.items():
         assert there[key].is_cuda
-        same = bytes_of(there[key]) == bytes_of(part)
-        assert same.mean() > 0.98 if rotated else same.all()
+        if rotated and key == SCALE:
+            assert relative_l2(there[key], part) < 1e-5
+        else:
+            same = bytes_of(there[key]) == bytes_of(part)
+            assert same.mean() > 0.98 if rotated else same.all()
     moved = {key: part.cuda() for key, part in here.items()}
     precision = torch.get_float32_matmul_precision()
     for allowed in ("highest", "high"):

@@ -1,4 +1,4 @@
-"""Work on a weight a million elements at a time, in buffers that stay in a processor's caches."""
+"""Work on a weight in chunks of rows: on a processor of a million elements, so that buffers stay in its caches."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from torch import Tensor
 
 from slipcast.registry.errors import QuantisationError
 
-CHUNK = 1 << 20
+_CHUNK, _GPU_CHUNK = 1 << 20, 1 << 24
 _MAGNITUDE_16_BITS = 0x7FFF
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def row_chunks(weight: Tensor) -> Iterator[slice]:
-    """Slices of whole rows that cover a weight, each of about a million elements."""
-    step = max(1, CHUNK // weight[0].numel())
+    """Slices of whole rows that cover a weight."""
+    step = max(1, _elements(weight) // weight[0].numel())
     return (slice(first, first + step) for first in range(0, weight.shape[0], step))
 
 
 def scratch_for(weight: Tensor) -> Tensor:
     """A float32 buffer for the largest of a weight's ``row_chunks``."""
-    elements = min(weight.numel(), max(CHUNK, weight[0].numel()))
+    elements = min(weight.numel(), max(_elements(weight), weight[0].numel()))
     return torch.empty(elements, dtype=torch.float32, device=weight.device)
+
+
+def _elements(weight: Tensor) -> int:
+    """Elements of a chunk: on a GPU there is no cache to stay in, and each kernel has to pay for its launch."""
+    return _GPU_CHUNK if weight.is_cuda else _CHUNK
 
 
 def prefix(scratch: Tensor, like: Tensor) -> Tensor:

@@ -68,9 +68,8 @@ class ScaledCodec(Codec):
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         """``codes * scale`` in float32, cast once."""
-        scale = parts[SCALE]
-        if self.granularity == "row":
-            scale = scale.reshape([-1 if axis == self.axis else 1 for axis in range(len(shape))])
+        own_axis = self.axis if self.granularity == "row" else None
+        scale = parts[SCALE].reshape([-1 if axis == own_axis else 1 for axis in range(len(shape))])
         return multiplied(parts[CODES], scale, dtype)
 
     def select_rows(self, parts: Parts, rows: Tensor) -> dict[str, Tensor]:
