@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from slipcast.engine.materialise import refuse_meta_tensors
 from slipcast.engine.plan import Piece, Plan, Target
 from slipcast.engine.quantised_model import mark_quantised_
 from slipcast.engine.reader import Reader, open_reader, torch_dtype
+from slipcast.engine.weight_entries import WEIGHT
 from slipcast.registry.errors import LoadCancelled, QuantisationError
 from slipcast.registry.header import Header, TensorInfo
 from slipcast.registry.quantisation import Bundle, assemble
@@ -239,6 +241,10 @@ def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.
         if module.codec is not None:
             quantise_module_(model.get_submodule(module.path), codec_named(module.codec), compute_dtype)
     for target in plan.targets:
+        if target.codec is not None:
+            quantised: Any = model.get_submodule(target.name.removesuffix(f".{WEIGHT}"))
+            quantised.set_weight({_leaf(stored.name): tensors[stored.name] for stored in target.stored})
+            continue
         for stored in target.stored:
             if target.how == "computed":
                 _put_buffer(model, stored.name, model.get_buffer(stored.name).to(device))
@@ -250,8 +256,11 @@ def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.
         if target.how == "tie":
             _tie(model, target.name, target.tied_to or "")
     refuse_meta_tensors(model)
-    quantised = any(module.codec is not None for module in plan.modules)
-    return mark_quantised_(model) if quantised else model
+    return mark_quantised_(model) if any(module.codec is not None for module in plan.modules) else model
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -262,8 +271,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _put_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     module, leaf = _owner(model, name)
     old = module._parameters[leaf]
-    trainable = old is not None and old.requires_grad and tensor.dtype.itemsize > 1 and tensor.is_floating_point()
-    module._parameters[leaf] = nn.Parameter(tensor, requires_grad=trainable)
+    module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old is not None and old.requires_grad)
 
 
 def _put_buffer(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

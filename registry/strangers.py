@@ -11,7 +11,7 @@ from slipcast.registry.errors import IdentificationError
 from slipcast.registry.quantisation import Bundle, count_formats
 
 _ADAPTER_PARTS = frozenset({"lora", "lora_A", "lora_B", "lora_up", "lora_down", "dora_scale"})
-_ADAPTER_BEGINNINGS = ("lora_", "lokr_", "hada_", "oft_")
+_ADAPTER_BEGINNINGS = ("lora_", "lokr_", "hada_", "oft_", "ip_adapter_")
 
 
 def claimed_twice(path: Path, claims: Sequence[Answer]) -> IdentificationError:

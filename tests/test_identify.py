@@ -1,0 +1,243 @@
+"""Which family a checkpoint is of: recorded headers, prefixes, variants, and what is said of strangers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import slipcast
+from slipcast.registry.catalogue import load_catalogue
+from slipcast.registry.checkpoint import read_checkpoint
+from slipcast.registry.errors import AccountingError, ConfigError, IdentificationError, SettingsError
+from slipcast.registry.evidence import weigh
+from slipcast.registry.identify import Match, identify
+from slipcast.registry.names import Names
+from support.isolation import isolate
+from support.recorded import recorded, recorded_names, write_checkpoint
+from support.tiny_z_image import natively, tiny_tensors, write_folder, write_native
+
+PREFIXES = ["", "model.diffusion_model.", "diffusion_model."]
+Z_IMAGE = {
+    "z-image-turbo--comfy-bf16": ("native", {"plain"}),
+    "z-image-turbo--comfy-int8-convrot": ("native", {"int8_convrot", "plain"}),
+    "z-image-turbo--kijai-fp8-scaled": ("native", {"fp8_scaled", "plain"}),
+    "z-image--turbo-diffusers": ("diffusers", {"plain"}),
+}
+CONFIG = {
+    "dim": 3840,
+    "in_channels": 16,
+    "cap_feat_dim": 2560,
+    "siglip_feat_dim": None,
+    "n_layers": 30,
+    "n_refiner_layers": 2,
+    "n_heads": 30,
+    "n_kv_heads": 30,
+    "axes_dims": [32, 48, 48],
+    "axes_lens": [1536, 512, 512],
+}
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolate(monkeypatch, tmp_path)
+
+
+def _identified(path: Path) -> Match:
+    (match,) = identify(read_checkpoint(path), load_catalogue())
+    return match
+
+
+def _written(tmp_path: Path, tensors: Mapping[str, torch.Tensor], name: str = "model") -> Path:
+    path = tmp_path / f"{name}.safetensors"
+    save_file(dict(tensors), path)
+    return path
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("name", Z_IMAGE)
+def test_recorded_headers_of_the_family(tmp_path: Path, name: str, prefix: str) -> None:
+    layout, formats = Z_IMAGE[name]
+    path = write_checkpoint(recorded(name), tmp_path / f"{name}.safetensors", prefix=prefix)
+    inspection = slipcast.inspect(path)
+    assert (inspection.main.family, inspection.main.kind) == ("z-image", "denoiser")
+    assert (inspection.main.layout, inspection.main.prefix) == (layout, prefix)
+    assert set(inspection.formats) == formats
+    assert inspection.tensors == len(recorded(name).tensors)
+    assert dict(inspection.config) == CONFIG
+    assert inspection.problems == ()
+
+
+@pytest.mark.parametrize("name", [name for name in recorded_names() if name not in Z_IMAGE])
+def test_no_other_recorded_header_is_taken_for_it(tmp_path: Path, name: str) -> None:
+    path = write_checkpoint(recorded(name), tmp_path / f"{name}.safetensors")
+    began = time.perf_counter()
+    with pytest.raises(IdentificationError) as caught:
+        identify(read_checkpoint(path), load_catalogue(), family="z-image")
+    assert time.perf_counter() - began < 2
+    error = caught.value
+    assert error.found.startswith("no family claims this checkpoint")
+    assert f"{len(_weights(name))} weights; formats " in error.found
+    assert "names begin with" in error.found
+    assert "the nearest is z-image, under the prefix" in error.expected
+    assert "slipcast explain PATH" in error.hint
+    assert error.items
+    assert error.candidates == ()
+    assert ("it looks like an adapter" in error.found) == ("lora" in name or "ip-adapter" in name)
+
+
+def _weights(name: str) -> list[str]:
+    sides = ("scale_weight", "weight_scale", "scale_input", "input_scale", "comfy_quant", "scaled_fp8")
+    return [tensor for tensor in recorded(name).tensors if not tensor.endswith(sides)]
+
+
+def test_a_pixel_space_relative_with_all_of_its_tensors_is_not_taken_for_it(tmp_path: Path) -> None:
+    tensors = natively(tiny_tensors()) | {"dec_net.weight": torch.ones(2, 2)}
+    with pytest.raises(IdentificationError) as caught:
+        _identified(_written(tmp_path, tensors))
+    assert caught.value.items == ("dec_net should not be there",)
+
+
+def test_two_prefixes_mixed_are_refused_with_what_lies_outside(tmp_path: Path) -> None:
+    tensors = natively(tiny_tensors())
+    mixed = {("" if ".w2." in name else "diffusion_model.") + name: tensor for name, tensor in tensors.items()}
+    with pytest.raises(AccountingError) as caught:
+        slipcast.plan(_written(tmp_path, mixed), device="cpu")
+    count = sum(".w2." in name for name in tensors)
+    assert f"{count} missing, {count} left over" in caught.value.found
+    assert f"{count} tensors lie outside the prefix 'diffusion_model.'" in caught.value.hint
+
+
+def test_a_block_under_another_prefix_is_a_gap(tmp_path: Path) -> None:
+    tensors = natively(tiny_tensors())
+    mixed = {("" if "layers.1." in name else "diffusion_model.") + name: tensor for name, tensor in tensors.items()}
+    with pytest.raises(ConfigError, match=r"blocks of layers that are not numbered from 0 on: 2 of them, without 1"):
+        slipcast.plan(_written(tmp_path, mixed), device="cpu")
+
+
+def test_half_of_the_evidence_under_each_of_two_prefixes_is_no_claim(tmp_path: Path) -> None:
+    tensors = natively(tiny_tensors())
+    mixed = {("" if "cap_embedder" in name else "diffusion_model.") + name: tensor for name, tensor in tensors.items()}
+    with pytest.raises(IdentificationError) as caught:
+        _identified(_written(tmp_path, mixed))
+    assert "under the prefix 'diffusion_model.'" in caught.value.expected
+    assert caught.value.items == ("cap_embedder.1.weight",)
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_up", "lora_unet_x"])
+def test_an_adapter_is_called_one(tmp_path: Path, part: str) -> None:
+    tensors = {f"diffusion_model.layers.0.attention.qkv.{part}.weight": torch.ones(4, 64)}
+    with pytest.raises(IdentificationError, match="it looks like an adapter, which is loaded onto a model"):
+        _identified(_written(tmp_path, tensors))
+
+
+@pytest.mark.parametrize(
+    ("file", "variant", "guessed"),
+    [("z_image_turbo_bf16", "turbo", True), ("Z-Image-Base", "base", True), ("model", "base", True)],
+)
+def test_a_variant_that_no_tensor_shows_is_a_guess(tmp_path: Path, file: str, variant: str, guessed: bool) -> None:
+    match = _identified(_written(tmp_path, natively(tiny_tensors()), file))
+    assert match.variant == variant
+    assert any(variant in guess for guess in match.guesses) is guessed
+
+
+def test_a_variant_that_tensors_show_is_evidence(tmp_path: Path) -> None:
+    shown = {"siglip_embedder.1.weight": torch.ones(64, 16), "siglip_embedder.0.weight": torch.ones(16)}
+    match = _identified(_written(tmp_path, natively(tiny_tensors()) | shown, "turbo"))
+    assert match.variant == "omni"
+    assert match.config["siglip_feat_dim"] == 16
+    assert match.guesses == ()
+    assert "variant omni: siglip_embedder.1.weight" in match.evidence
+
+
+def test_the_evidence_names_what_was_seen(tmp_path: Path) -> None:
+    match = _identified(write_native(tmp_path / "m.safetensors", tiny_tensors(), prefix="diffusion_model."))
+    assert "found cap_embedder.1.weight [64, 24]" in match.evidence
+    assert "no clip_text_pooled_proj" in match.evidence
+    assert "under the prefix diffusion_model." in match.evidence
+    folder = _identified(write_folder(tmp_path / "folder", tiny_tensors()))
+    assert folder.layout == "diffusers"
+    assert "found noise_refiner.0.attention.qkv.weight [192, 64]" in folder.evidence
+
+
+def _catalogue_with(tmp_path: Path, text: str, id: str) -> Path:
+    folder = tmp_path / "families"
+    folder.mkdir()
+    (folder / f"{id}.yaml").write_text(text)
+    return folder
+
+
+TWIN = """
+schema: 1
+id: twin
+title: Twin
+kind: denoiser
+extends: z-image
+model: diffusers.ZImageTransformer2DModel
+"""
+
+
+def test_two_families_that_claim_one_checkpoint_are_an_error_that_names_both(tmp_path: Path) -> None:
+    folder = str(_catalogue_with(tmp_path, TWIN, "twin"))
+    path = write_native(tmp_path / "m.safetensors", tiny_tensors())
+    with pytest.raises(IdentificationError) as caught:
+        slipcast.inspect(path, families=[folder])
+    assert "twin and z-image both claim this checkpoint" in caught.value.found
+    assert set(caught.value.candidates) == {"twin", "z-image"}
+    assert "family=ID" in caught.value.hint
+    assert slipcast.inspect(path, families=[folder], family="twin").main.family == "twin"
+
+
+def test_a_tie_in_one_component_of_a_pipeline_is_an_error_also_behind_a_stranger(tmp_path: Path) -> None:
+    folder = str(_catalogue_with(tmp_path, TWIN, "twin"))
+    pipeline = tmp_path / "pipeline"
+    write_folder(pipeline / "transformer", tiny_tensors())
+    (pipeline / "decoder").mkdir()
+    save_file({"a.weight": torch.ones(2, 2)}, pipeline / "decoder" / "model.safetensors")
+    classes = {"decoder": ["diffusers", "X"], "transformer": ["diffusers", "ZImageTransformer2DModel"]}
+    (pipeline / "model_index.json").write_text(json.dumps(classes))
+    with pytest.raises(IdentificationError) as caught:
+        slipcast.inspect(pipeline, families=[folder])
+    assert caught.value.candidates
+    alone = slipcast.inspect(pipeline)
+    assert [component.name for component in alone.components] == ["transformer"]
+    assert alone.problems == ("no family claims the component decoder",)
+    assert slipcast.inspect(pipeline, component="transformer").main.name == "transformer"
+    with pytest.raises(IdentificationError, match="the component 'vae'"):
+        slipcast.inspect(pipeline, component="vae")
+
+
+def test_a_family_that_is_asked_alone_must_still_find_its_evidence(tmp_path: Path) -> None:
+    path = _written(tmp_path, {"a.weight": torch.ones(2, 2)})
+    with pytest.raises(IdentificationError, match="no family claims"):
+        slipcast.inspect(path, family="z-image")
+    with pytest.raises(SettingsError) as caught:
+        slipcast.inspect(path, family="z-imag")
+    assert "did you mean 'z-image'?" in caught.value.hint
+
+
+def test_names_answer_for_tensors_and_for_what_lies_below(tmp_path: Path) -> None:
+    names = Names({"a.b.c": (1,), "a.bc": (2,), "z": (3,)})
+    assert [name for name in ("a", "a.b", "a.bc", "z", "a.b.c", "b", "a.b.c.d", "zz") if names.is_there(name)] == [
+        "a", "a.b", "a.bc", "z", "a.b.c",
+    ]  # fmt: skip
+    assert list(names) == ["a.b.c", "a.bc", "z"]
+
+
+def test_conditions_on_shapes_count_as_evidence() -> None:
+    class Criteria:
+        has = ("a",)
+        hasnt = ("b",)
+        where = ("size(a, 0) == 2", "size(a, 1) == 3", "size(gone, 0) == 1")
+
+    evidence = weigh(Criteria(), Names({"a": (2, 4)}))
+    assert evidence.held == ("size(a, 0) == 2",)
+    assert evidence.missing == ("size(a, 1) == 3", "size(gone, 0) == 1")
+    assert evidence.absent == ("b",)
+    assert not evidence.complete
+    assert evidence.share == 0.5
