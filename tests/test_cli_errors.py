@@ -10,6 +10,7 @@ import pytest
 
 from slipcast import api
 from slipcast.cli import application as module
+from slipcast.cli import errors
 from slipcast.cli.application import COMMANDS, application
 from slipcast.registry.errors import HeaderError
 from support.command_line import json_of, output_of, run
@@ -113,7 +114,7 @@ def test_a_machine_that_fails(monkeypatch):
 
 
 def test_a_reader_that_went_away(monkeypatch, capfd):
-    monkeypatch.setattr(module, "discard_output", lambda: None)
+    monkeypatch.setattr(errors, "discard_output", lambda: None)
     monkeypatch.setattr(api, "inspect", raising(BrokenPipeError(errno.EPIPE, "Broken pipe")))
     result = run("inspect", "x", "--json")
     assert (result.exit_code, result.output) == (1, "")

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import click
 
 from slipcast import __version__
-from slipcast.cli.errors import DONE, INCOMPLETE, failure, report
-from slipcast.cli.output import discard_output, prepare_streams
+from slipcast.cli.errors import run_reporting
+from slipcast.cli.output import prepare_streams
 
 COMMANDS = {
     "inspect": "Say what a checkpoint is: family, layout, formats, size.",
@@ -51,19 +51,10 @@ class Application(click.Group):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
         """Run a command line and end the process with its exit code; errors are said, not raised."""
         arguments = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False
         prepare_streams()
-        try:
-            result = super().main(arguments, prog_name or "slipcast", **{**extra, "standalone_mode": False})
-            code = result if isinstance(result, int) else DONE
-        except BrokenPipeError:
-            discard_output()
-            code = INCOMPLETE
-        except (Exception, KeyboardInterrupt) as error:
-            failed = failure(error)
-            if failed is None:
-                raise
-            report(failed, as_json="--json" in arguments)
-            code = failed.exit_code
+        run = super().main
+        code = run_reporting(lambda: run(arguments, prog_name or "slipcast", **extra), as_json="--json" in arguments)
         sys.exit(code)
 
 

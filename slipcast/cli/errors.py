@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import click
@@ -31,6 +32,22 @@ class Failure(NamedTuple):
     kind: str
     error: SlipcastError
     exit_code: int
+
+
+def run_reporting(action: Callable[[], object], *, as_json: bool) -> int:
+    """Run a command, and report what fails; returns the exit code, which is the command's own result if it has one."""
+    try:
+        result = action()
+    except BrokenPipeError:  # nobody reads on
+        discard_output()
+        return INCOMPLETE
+    except (Exception, KeyboardInterrupt) as error:
+        failed = failure(error)
+        if failed is None:
+            raise
+        report(failed, as_json=as_json)
+        return failed.exit_code
+    return result if isinstance(result, int) else DONE
 
 
 def failure(error: BaseException) -> Failure | None:
