@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from collections import Counter
@@ -111,7 +112,11 @@ def parse_json_object(raw: bytes, path: Path, *, what: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_int=_integer,
+            parse_float=_finite,
         )
         if b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -150,8 +155,15 @@ def _no_constant(name: str) -> None:
 
 def _integer(digits: str) -> int | float:
     if len(digits) > _LONGEST_INTEGER or digits == "-0":
-        return float(digits)
+        return _finite(digits)
     return int(digits)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"the number {digits[:20]}{'...' if len(digits) > 20 else ''} is out of range")
+    return number
 
 
 def _damaged(path: Path, found: str, items: tuple[str, ...] = ()) -> HeaderError:

@@ -63,6 +63,7 @@ def test_all_items_are_in_the_json_and_the_first_in_the_message(monkeypatch):
     ("arguments", "found", "hint"),
     [
         (["inspect"], "Missing argument 'PATH'", "see 'slipcast inspect --help'"),
+        (["inspect", ""], "the path is empty", "see 'slipcast inspect --help'"),
         (["inspect", "a", "b"], "unexpected extra argument (b)", "see 'slipcast inspect --help'"),
         (["inspect", "a", "--jason"], "No such option", "see 'slipcast inspect --help'"),
         (["inspekt"], "No such command 'inspekt'", "see 'slipcast --help'"),

@@ -33,7 +33,7 @@ def common_options(function: Function) -> Function:
 
 def path_argument(function: Function) -> Function:
     """The argument ``PATH``, given as ``path``; whether anything is there is for the library to say."""
-    return click.argument("path", type=click.Path(path_type=Path))(function)
+    return click.argument("path", callback=_path)(function)
 
 
 def settings_options(function: Function) -> Function:
@@ -73,6 +73,12 @@ def call_settings(assignments: tuple[str, ...], device: str | None = None) -> di
     """
     settings = parse_assignments(assignments)
     return settings if device is None else {**settings, "device": device}
+
+
+def _path(ctx: click.Context, parameter: click.Parameter, text: str) -> Path:
+    if not text:  # as of a shell variable that is not set; it would be the working folder
+        raise click.BadParameter("the path is empty", ctx, parameter)
+    return Path(text)
 
 
 def _choose_config(ctx: click.Context, parameter: click.Parameter, file: str | None) -> None:  # noqa: ARG001

@@ -138,6 +138,8 @@ def test_an_index_over_the_limit(tmp_path):
     ("content", "words"),
     [
         ('{"dim": NaN}', "NaN is no JSON number"),
+        ('{"eps": -1e999}', "the number -1e999 is out of range"),
+        ('{"eps": ' + "9" * 400 + "}", "the number 99999999999999999999... is out of range"),
         ('{"dim": 1, "dim": 2}', "holds the name dim twice"),
         ('{"dim": ' + "[" * 40 + "]" * 40 + "}", "nested more than 32 levels deep"),
         ("{" + " " * (4 * 2**20) + "}", "the JSON file takes 4194306 bytes"),
