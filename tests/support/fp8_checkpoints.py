@@ -8,16 +8,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
 from support.number_formats import bytes_of, e4m3, e5m2
 from support.tiny_z_image import Tensors, natively
 
 SPELLINGS = {"new": "weight_scale", "old": "scale_weight"}
-LAYERS = (
-    *(f"{stack}.{i}" for stack, count in (("layers", 3), ("noise_refiner", 1), ("context_refiner", 1)) for i in range(count)),
-)  # fmt: skip
+BLOCKS = ("layers.0", "layers.1", "layers.2", "noise_refiner.0", "context_refiner.0")
 QUANTISED = tuple(
-    f"{layer}.{name}"
-    for layer in LAYERS
+    f"{block}.{name}"
+    for block in BLOCKS
     for name in ("attention.qkv", "attention.out", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 )
 """Layers, by native name, that producers of fp8 checkpoints quantise."""
@@ -31,7 +30,7 @@ class Scaled:
     """How a layer is quantised.
 
     Attributes:
-        scale: shape of its scale with N for its rows and B for its blocks of 8 columns: "", "1", "N", "N1", "NB", "NB1".
+        scale: shape of its scale, with N for its rows and B for its blocks of 8 columns: "", "1", "N", "N1", "NB1".
         spelling: "new" or "old".
         codes: dtype of its codes.
         dtype: dtype of its scale.
@@ -102,9 +101,12 @@ def fp8_file(tensors: Mapping[str, torch.Tensor], layers: Iterable[str] = (), ho
 def in_model_names(native: Mapping[str, torch.Tensor]) -> Tensors:
     """Native tensors by the model's names: qkv is cut in three."""
     renamed = {
-        "x_embedder.": "all_x_embedder.2-1.", "final_layer.": "all_final_layer.2-1.", ".attention.out.": ".attention.to_out.0.",
-        ".attention.q_norm.": ".attention.norm_q.", ".attention.k_norm.": ".attention.norm_k.",
-    }  # fmt: skip
+        "x_embedder.": "all_x_embedder.2-1.",
+        "final_layer.": "all_final_layer.2-1.",
+        ".attention.out.": ".attention.to_out.0.",
+        ".attention.q_norm.": ".attention.norm_q.",
+        ".attention.k_norm.": ".attention.norm_k.",
+    }
     model: Tensors = {}
     for name, tensor in native.items():
         if ".attention.qkv." in name:

@@ -1,0 +1,274 @@
+"""What a plan predicts and decides, on the published files' headers and on small files."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import slipcast
+from slipcast.engine.build import build_on_meta
+from slipcast.engine.plan import Plan
+from slipcast.registry.errors import DeviceError, QuantisationError, SettingsError, UnsupportedFormatError
+from support.fp8_checkpoints import QUANTISED, Scaled, fp8_file
+from support.isolation import isolate
+from support.recorded import recorded, write_checkpoint
+from support.tiny_z_image import tiny_tensors, write_native
+
+MIB = 2**20
+KEPT = {"t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1"}
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolate(monkeypatch, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(
+        recorded("z-image-turbo--comfy-bf16"), tmp_path_factory.mktemp("z") / "z-image-turbo.safetensors"
+    )
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_native(tmp_path / "tiny.safetensors", tiny_tensors())
+
+
+def _linears(plan: Plan) -> set[str]:
+    model = build_on_meta(plan.origin.model, plan.origin.config)
+    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def test_the_published_file_in_fp8_storage(published: Path) -> None:
+    plan = slipcast.plan(published, device="cpu", fp8="storage", dtype="bfloat16")
+    assert plan.bytes.resident == pytest.approx(5880 * MIB, rel=0.005)
+    plain = {module.path for module in plan.modules if module.codec is None}
+    assert _linears(plan) & plain == KEPT
+    quantised = {module.path: module.codec for module in plan.modules if module.codec is not None}
+    assert quantised.keys() == _linears(plan) - KEPT
+    assert set(quantised.values()) == {"float8_e4m3fn/row"}
+    reasons = {module.path: module.reason for module in plan.modules if module.path in KEPT}
+    assert reasons["cap_embedder.1"] == "the family keeps its text embedding in the compute dtype"
+    assert reasons["t_embedder.mlp.0"] == "the family keeps its time embedding in the compute dtype"
+
+
+def test_resident_bytes_are_a_sum_over_shapes(published: Path) -> None:
+    """Counted from the header alone: a byte for each weight of a quantised layer, a float32 for each row, else two."""
+    plan = slipcast.plan(published, device="cpu", fp8="storage", dtype="bfloat16")
+    total = 0
+    for name, (_, shape) in recorded("z-image-turbo--comfy-bf16").tensors.items():
+        layer = name.removesuffix(".weight")
+        quantised = len(shape) == 2 and layer not in KEPT and name.endswith(".weight")
+        total += prod(shape) + 4 * shape[0] if quantised else 2 * prod(shape)
+    assert plan.bytes.resident == total
+
+
+def test_a_plan_says_what_was_asked_and_why(published: Path) -> None:
+    plan = slipcast.plan(published, device="cpu", fp8="compute", dtype="float16", mmap=False)
+    dtype, fp8 = plan.settings["dtype"], plan.settings["fp8"]
+    assert (dtype.requested, dtype.engaged) == ("float16", "float32")
+    assert dtype.reason == "activations of this family overflow float16"
+    assert fp8.requested == "compute"
+    assert fp8.engaged != "off"
+    assert plan.settings["mmap"].engaged == "false"
+    assert plan.compute_dtype == "float32"
+    assert plan.origin.family == "z-image"
+    assert plan.notes == ("variant turbo: the file name contains 'turbo'",)
+
+
+def test_the_compute_dtype_is_that_of_most_of_the_checkpoint(tmp_path: Path, published: Path) -> None:
+    card = "cuda:9.0,80GiB"
+    assert slipcast.plan(published, device=card).settings["dtype"].reason == (
+        "most bytes of the file's unquantised matrices are bfloat16"
+    )
+    old = slipcast.plan(published, device="cuda:7.5,16GiB").settings["dtype"]
+    assert (old.engaged, "does not compute bfloat16 natively" in old.reason) == ("float32", True)
+    full = write_native(tmp_path / "f32.safetensors", {k: v.float() for k, v in tiny_tensors().items()})
+    decision = slipcast.plan(full, device=card).settings["dtype"]
+    assert (decision.engaged, decision.reason) == (
+        "bfloat16",
+        "the family's default: the file's unquantised matrices are float32",
+    )
+    half = write_native(tmp_path / "f16.safetensors", {k: v.half() for k, v in tiny_tensors().items()})
+    decision = slipcast.plan(half, device=card).settings["dtype"]
+    assert (decision.engaged, decision.reason) == ("float32", "activations of this family overflow float16")
+    codes = fp8_file(tiny_tensors())
+    for name, tensor in list(codes.native.items()):
+        if tensor.ndim > 1:
+            codes.cast(name)
+    decision = slipcast.plan(codes.write(tmp_path / "raw.safetensors"), device=card).settings["dtype"]
+    assert (decision.engaged, decision.reason) == (
+        "bfloat16",
+        "the family's default: the file has no unquantised matrix",
+    )
+
+
+def test_every_tensor_of_the_published_file_has_one_fate(published: Path) -> None:
+    plan = slipcast.plan(published, device="cpu")
+    assert sorted(tensor.name for tensor in plan.tensors) == sorted(recorded("z-image-turbo--comfy-bf16").tensors)
+    assert (plan.dropped, plan.folded, plan.synthesised) == ({}, {}, {})
+    shapes = [shape for _, shape in recorded("z-image-turbo--comfy-bf16").tensors.values()]
+    assert plan.bytes.read == plan.bytes.resident == sum(2 * prod(shape) for shape in shapes)
+
+
+def test_a_scaled_fp8_file_keeps_its_codes(tmp_path: Path) -> None:
+    record = recorded("z-image-turbo--kijai-fp8-scaled")
+    path = write_checkpoint(record, tmp_path / "z-image-turbo.safetensors")
+    plan = slipcast.plan(path, device="cpu", dtype="bfloat16")
+    assert sorted(tensor.name for tensor in plan.tensors) == sorted(record.tensors)
+    assert plan.settings["fp8"].engaged == "storage"
+    assert plan.settings["fp8.remainder"].engaged == "keep"
+    codes = {name.removesuffix(".weight") for name, (dtype, _) in record.tensors.items() if dtype == "F8_E4M3"}
+    codes -= {"scaled_fp8"}
+    kept = {
+        name.removesuffix(".weight") for target in plan.targets if target.how == "keep" for name in _sources(target)
+    }
+    folded = {name.removesuffix(".weight") for name in plan.folded}
+    assert kept | folded == codes
+    assert kept.isdisjoint(folded)
+    assert folded == codes & KEPT
+    assert all(reason for reason in plan.folded.values())
+    sides = {tensor.name: tensor.reason for tensor in plan.tensors if tensor.fate == "side tensor"}
+    assert sides["scaled_fp8"] == "marks the file as quantised"
+    assert sides["layers.0.attention.qkv.scale_weight"] == "weight_scale of layers.0.attention.qkv.weight"
+    off = slipcast.plan(path, device="cpu", dtype="bfloat16", fp8="off")
+    assert {name.removesuffix(".weight") for name in off.folded} == codes
+    assert set(off.folded.values()) == {"dequantised: fp8 is off", *plan.folded.values()}
+    assert off.bytes.resident > plan.bytes.resident
+
+
+def _sources(target) -> list[str]:
+    return [piece.source for piece in target.pieces]
+
+
+def test_an_int8_file_is_named_and_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(recorded("z-image-turbo--comfy-int8-convrot"), tmp_path / "m.safetensors")
+    count = slipcast.inspect(path).formats["int8_convrot"]
+    assert count > 100
+    with pytest.raises(UnsupportedFormatError) as caught:
+        slipcast.plan(path, device="cpu")
+    assert f"int8_convrot ({count} weights)" in caught.value.found
+    assert "fp8_scaled" in caught.value.expected
+    assert caught.value.hint == "use a bf16 or fp8 version of the checkpoint"
+    with pytest.raises(UnsupportedFormatError):
+        slipcast.load(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("scale", "fault"),
+    [("64", "float8 codes [192, 64] with a scale of F32 [64]"), ("3", "with a scale of F32 [3]")],
+)
+def test_a_scale_of_an_impossible_shape_is_refused(tmp_path: Path, scale: str, fault: str) -> None:
+    file = fp8_file(tiny_tensors(), ["layers.0.attention.qkv"], Scaled("N"))
+    file.native["layers.0.attention.qkv.weight_scale"] = torch.ones(int(scale))
+    with pytest.raises(UnsupportedFormatError) as caught:
+        slipcast.plan(file.write(tmp_path / "m.safetensors"), device="cpu")
+    assert "unknown (1 weights)" in caught.value.found
+    assert any(fault in item for item in caught.value.items)
+
+
+ORPHANS = {
+    "a scale without a weight": ("layers.9.attention.qkv.scale_weight", "F32"),
+    "a scale beside a plain weight": ("layers.0.attention.out.weight_scale", "F32"),
+    "a scale under an unknown name": ("layers.0.attention.qkv.weight_scale_inv", "F32"),
+    "a second spelling": ("layers.0.attention.qkv.weight_scale", "F32"),
+    "a marker without a weight": ("layers.9.attention.qkv.comfy_quant", "U8"),
+    "block maxima of another format": ("layers.9.attention.qkv.weight.absmax", "F32"),
+    "a calibrated input scale of a plain weight": ("layers.0.attention.out.input_scale", "F32"),
+}
+
+
+@pytest.mark.parametrize("kind", ORPHANS)
+@pytest.mark.parametrize("unexpected", [[], ["*"]])
+def test_scales_and_markers_that_no_weight_consumes_are_always_errors(
+    tmp_path: Path, kind: str, unexpected: list[str]
+) -> None:
+    name, dtype = ORPHANS[kind]
+    file = fp8_file(tiny_tensors(), QUANTISED[:1], Scaled("1", "old"))
+    file.native[name] = torch.ones(1) if dtype == "F32" else torch.tensor(list(b'{"format":"x"}'), dtype=torch.uint8)
+    path = file.write(tmp_path / "m.safetensors")
+    with pytest.raises(QuantisationError) as caught:
+        slipcast.plan(path, device="cpu", unexpected=unexpected)
+    assert "1 scales or markers that no weight consumes" in caught.value.found
+    assert [item.split()[0] for item in caught.value.items] == [name]
+    assert "loading it would give wrong weights" in caught.value.hint
+    assert any(name in problem for problem in slipcast.inspect(path).problems)
+
+
+def test_a_plan_survives_json(tiny: Path) -> None:
+    plan = slipcast.plan(tiny, device="cpu", fp8="storage")
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_a_card_that_is_not_there(published: Path) -> None:
+    whole = slipcast.plan(published, device="cuda:8.6,24GiB", dtype="bfloat16")
+    assert whole.verdict is not None
+    assert whole.verdict.fits
+    assert whole.verdict.needed == whole.bytes.device_peak
+    assert whole.verdict.available == 24 * 2**30 - 512 * MIB
+    assert "MiB are left for activations" in whole.verdict.advice
+    tight = slipcast.plan(published, device="cuda:8.6,10GiB", dtype="bfloat16")
+    fp8 = slipcast.plan(published, device="cuda:8.6,10GiB", dtype="bfloat16", fp8="storage")
+    assert tight.verdict is not None
+    assert fp8.verdict is not None
+    assert not tight.verdict.fits
+    assert fp8.verdict.fits
+    assert tight.verdict.advice == f"fp8=storage needs {fp8.bytes.device_peak / MIB:,.0f} MiB, which fits"
+    for_4 = slipcast.plan(published, device="cuda:8.6,4GiB", dtype="bfloat16").verdict
+    assert for_4 is not None
+    assert for_4.advice.endswith("does not fit either")
+    small = slipcast.plan(published, device="cuda:8.6,4GiB", dtype="bfloat16", fp8="storage").verdict
+    assert small is not None
+    assert small.advice == "the weights are in fp8 already: this device can't hold them whole"
+
+
+def test_a_card_whose_memory_is_just_enough(tiny: Path) -> None:
+    needed = slipcast.plan(tiny, device="cuda:8.6,1GiB").bytes.device_peak
+    reserve = 100
+    mib = -(-needed // MIB) + reserve
+    for size, fits in ((mib, True), (mib - 1, False)):
+        verdict = slipcast.plan(tiny, device=f"cuda:8.6,{size}MiB", device_reserve_mib=reserve).verdict
+        assert verdict is not None
+        assert verdict.fits is fits
+
+
+def test_no_model_is_loaded_to_a_card_that_is_not_there(tiny: Path) -> None:
+    with pytest.raises(DeviceError) as caught:
+        slipcast.load(tiny, device="cuda:8.6,12GiB")
+    assert "a card of 12 GiB, capability 8.6, which is not there" in caught.value.found
+    assert "device=cpu" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "device", ["gpu", "cuda:8.6", "cuda:8.6,12", "cuda:8,12GiB", "cuda:-1", "cuda:8.6,12GiB\n", ""]
+)
+def test_malformed_devices(tiny: Path, device: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        slipcast.plan(tiny, device=device)
+    assert caught.value.field == "device"
+
+
+def test_devices_that_can_not_be(tiny: Path) -> None:
+    with pytest.raises(DeviceError, match=r"the device 'cuda:8\.6,0GiB'"):
+        slipcast.plan(tiny, device="cuda:8.6,0GiB")
+    with pytest.raises(DeviceError) as caught:
+        slipcast.plan(tiny, device="cuda:97")
+    assert "cuda:97, where torch sees" in caught.value.found
+    assert "cuda:8.6,12GiB" in caught.value.hint
+
+
+def test_memory_is_counted_in_the_unit_that_is_named(tiny: Path) -> None:
+    def available(device: str) -> int:
+        verdict = slipcast.plan(tiny, device=device, device_reserve_mib=0).verdict
+        assert verdict is not None
+        return verdict.available
+
+    assert available("cuda:8.6,12GB") == 12_000_000_000
+    assert available("cuda:8.6,1.5GiB") == 3 * 2**29
+    assert available("cuda:8.6, 700 MiB") == 700 * MIB
