@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from slipcast.cli.output import (
     exact_bytes,
     mebibytes,
+    prepare_streams,
     printable,
     progress_bar,
-    prepare_streams,
     write,
     write_facts,
     write_heading,

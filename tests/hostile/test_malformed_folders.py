@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.errors import HeaderError
 from support.recorded import write_checkpoint
