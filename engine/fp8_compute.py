@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipcast.engine.codecs.base import CODES, SCALE, Codec, multiplied
+from slipcast.engine.codecs.base import SCALE, Codec, multiplied
 from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.layers import QuantisedLinear
 from slipcast.engine.scaled_matmul import ALIGNMENT, FLOAT8, input_scale_obstacle, quantise_rows, scaled_matmul
+from slipcast.engine.weight_entries import tensor_name
 from slipcast.registry.errors import QuantisationError
 
 INPUT_SCALE = "input_scale"
+_WEIGHT_SCALE = tensor_name(SCALE)
 
 
 def compute_obstacle(in_features: int, out_features: int, codec: Codec) -> str | None:
@@ -100,11 +102,14 @@ class Float8ComputeLinear(QuantisedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in the compute dtype, or in autocast's where that is on."""
-        parts = self.parts()
         dtype, device = self.compute_dtype, input.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        result: Tensor = _Product.apply(input, parts[CODES], parts.get(SCALE), self.input_scale, dtype)
+        factors = (input, self.weight.detach(), self._buffers.get(_WEIGHT_SCALE), self.input_scale, dtype)
+        if torch.is_grad_enabled() and input.requires_grad:
+            result: Tensor = _Product.apply(*factors)
+        else:
+            result = _product(*factors)
         return result if self.bias is None else result + self.bias.to(dtype)
 
     def constants(self) -> tuple[str, ...]:
@@ -128,23 +133,24 @@ class Float8ComputeLinear(QuantisedLinear):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
+def _product(
+    input: Tensor, codes: Tensor, scale: Tensor | None, input_scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``[..., K]`` times a weight in codes."""
+    rows, row_scale = quantise_rows(input.reshape(-1, codes.shape[1]), input_scale)
+    return scaled_matmul(rows, row_scale, codes, scale, dtype).view(*input.shape[:-1], codes.shape[0])
+
+
 class _Product(torch.autograd.Function):
-    """``[..., K]`` times a weight in codes. Gradients pass the rounding by, as if activations were not quantised."""
+    """The same with a gradient, which passes the rounding by, as if activations were not quantised."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        codes: Tensor,
-        scale: Tensor | None,
-        input_scale: Tensor | None,
-        dtype: torch.dtype,
+        ctx: Any, input: Tensor, codes: Tensor, scale: Tensor | None, input_scale: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(codes, scale)
         ctx.dtype = input.dtype
-        rows, row_scale = quantise_rows(input.reshape(-1, codes.shape[1]), input_scale)
-        product = scaled_matmul(rows, row_scale, codes, scale, dtype)
-        return product.view(*input.shape[:-1], codes.shape[0])
+        return _product(input, codes, scale, input_scale, dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

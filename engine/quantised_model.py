@@ -17,7 +17,7 @@ from torch import nn
 
 from slipcast.engine.compute_dtype import compute_dtype
 from slipcast.engine.layers import QuantisedModule
-from slipcast.registry.errors import UnsupportedFormatError
+from slipcast.registry.errors import QuantisationError, UnsupportedFormatError
 
 QUANT_METHOD = "slipcast"
 CONFIG_VERSION = 1
@@ -98,11 +98,38 @@ class _SavingReporting(_Reporting):
         return plain.save_pretrained(*arguments, **options)
 
 
+class _Fusing(nn.Module):
+    """The same for a class that fuses adapters into its weights."""
+
+    def fuse_lora(self, *arguments: Any, **options: Any) -> Any:
+        """As the plain class does, but not into codes: refused before any layer is scaled or merged.
+
+        Raises:
+            QuantisationError: a quantised layer has an adapter.
+        """
+        layers = [path for path, module in self.named_modules() if _adapts_codes(module)]
+        if layers:
+            raise QuantisationError(
+                f"adapters to be fused into {len(layers)} quantised layers",
+                expected="adapters that work beside quantised layers, whose codes stay as they are",
+                hint="leave out fusing, without which adapters have their full effect; or load the model with fp8=off, "
+                "which gives weights to fuse into",
+                items=layers,
+            )
+        plain: Any = super()
+        return plain.fuse_lora(*arguments, **options)
+
+
+def _adapts_codes(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "base_layer", None), QuantisedModule)
+
+
 @cache
 def _reporting_class(plain: Any) -> Any:
-    answers = _SavingReporting if hasattr(plain, "to_json_string") else _Reporting
+    answers = (_SavingReporting if hasattr(plain, "to_json_string") else _Reporting,)
+    answers += (_Fusing,) if hasattr(plain, "fuse_lora") else ()
     same = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    return type(plain)(plain.__name__, (answers, plain), {**same, "_plain_class": plain})
+    return type(plain)(plain.__name__, (*answers, plain), {**same, "_plain_class": plain})
 
 
 def _rebuild(plain: Any, *arguments: Any) -> Any:

@@ -13,14 +13,14 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from slipcast.engine.codecs.chunks import scale_for
-
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 """448."""
 ALIGNMENT = 16
 """The kernels need rows of whole 16 bytes, of codes and of results."""
 _PLACEHOLDER = 1.0
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Of rows of zeros: no quotient is NaN, and none overflows."""
 
 
 def input_scale_obstacle(value: float) -> str | None:
@@ -53,8 +53,8 @@ def quantise_rows(rows: Tensor, input_scale: Tensor | None = None) -> tuple[Tens
     if input_scale is not None:
         quotients = (rows / input_scale.view(1, 1)).clamp_(-LARGEST, LARGEST)
         return quotients.to(FLOAT8), input_scale
-    amax = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True)
-    scale = scale_for(amax.to(torch.float32), LARGEST)
+    amax = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True, dtype=torch.float32)
+    scale = amax.mul_(1 / LARGEST).clamp_(min=_SMALLEST_SCALE)
     # Within +-448 but for one rounding, which the cast takes back, so there is nothing to clamp.
     return _rounded_quotients(rows, scale), scale
 
@@ -103,14 +103,13 @@ def _on_tensor_cores(
         return _multiply(codes, scale, weight, one if weight_scale is None else weight_scale, dtype)
     if dtype == torch.bfloat16:
         of_rows = scale.expand(codes.shape[0], 1).contiguous()
-        one = torch.ones((), dtype=torch.float32, device=codes.device)
-        of_columns = (one if weight_scale is None else weight_scale).expand(outputs).contiguous().view(1, outputs)
-        return _multiply(codes, of_rows, weight, of_columns, dtype)
-    one = torch.ones((), dtype=torch.float32, device=codes.device)
+        of_columns = scale.new_ones(outputs) if weight_scale is None else weight_scale.expand(outputs).contiguous()
+        return _multiply(codes, of_rows, weight, of_columns.view(1, outputs), dtype)
+    one = scale.new_ones(())
     return _under_scales(_multiply(codes, one, weight, one, torch.float32), scale, weight_scale).to(dtype)
 
 
 def _multiply(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch._scaled_mm(
-        codes, weight.t(), scale_a=scale, scale_b=weight_scale, out_dtype=dtype, use_fast_accum=False
+        codes.contiguous(), weight.t(), scale_a=scale, scale_b=weight_scale, out_dtype=dtype, use_fast_accum=False
     )
