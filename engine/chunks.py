@@ -8,62 +8,69 @@ from math import prod
 
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.catalogue import codec_named
+from slipcast.engine.codecs.scaled import ScaledCodec
+from slipcast.engine.file_codec import matrix_shape
 from slipcast.engine.plan import Piece, Target
-from slipcast.engine.reader import torch_dtype
 from slipcast.registry.quantisation import Bundle
-from slipcast.registry.side_tensors import WEIGHT_SCALE
 
 _FLOAT32 = 4
 _PER_ROW = 32
 """Bytes for each row that is encoded: its largest magnitude, scale and flags, as small tensors."""
+_DECODING = 12
+"""Bytes for each element that is decoded by codes times scales: the codes in float32, the product and the result."""
+_UNPACKING = 24
+"""The same where codes have to be unpacked first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements of a tensor of the file that are rows of a target.
+    """Rows of the file's weight that are rows of a target.
 
     Attributes:
-        start: first element of the file's tensor.
-        stop: one past the last.
-        rows: the rows of the target that they are.
+        rows: first and one past the last row of the file's weight.
+        target_rows: the rows of the target that they are.
     """
 
-    start: int
-    stop: int
     rows: tuple[int, int]
+    target_rows: tuple[int, int]
 
 
-def is_whole(target: Target, piece: Piece) -> bool:
-    """Whether a piece is read in one go: its rows do not lie as the target's do, or one scale needs all of them."""
-    if piece.operation == "transpose" or (target.how == "decode" and piece.operation in ("reshape", "flat")):
-        return True
-    return target.how == "encode" and not _codec(target).streams
-
-
-def chunks(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> Iterator[Chunk]:
+def chunks(target: Target, piece: Piece, chunk_mib: int) -> Iterator[Chunk]:
     """The chunks of one piece, in file order. ``chunk_mib`` counts float32 elements."""
-    rows = piece.target_rows or (0, target_rows(target))
-    width = row_elements(target)
-    first = 0 if piece.source_rows is None else piece.source_rows[0] * prod(bundle.weight.shape[1:])
-    step = rows[1] - rows[0] if is_whole(target, piece) else rows_per_chunk(target, chunk_mib)
-    for row in range(rows[0], max(rows[1], rows[0] + 1), max(step, 1)):  # also a tensor without rows has its chunk
-        stop = min(row + step, rows[1])
-        yield Chunk(first + (row - rows[0]) * width, first + (stop - rows[0]) * width, (row, stop))
+    first, last = piece_rows(piece)
+    wanted = piece.target_rows or (0, rows_of(target.shape))
+    if target.mapped or _is_whole(target, piece):
+        yield Chunk((first, last), wanted)
+        return
+    step = _step(piece, chunk_mib)
+    start = first
+    while start < last:
+        stop = min(last, (start // step + 1) * step)
+        yield Chunk((start, stop), (wanted[0] + start - first, wanted[0] + stop - first))
+        start = stop
 
 
-def target_rows(target: Target) -> int:
-    """Rows of a target; a tensor without axes has one."""
-    return target.shape[0] if target.shape else 1
+def piece_rows(piece: Piece) -> tuple[int, int]:
+    """The rows of the file's weight that a piece takes."""
+    return piece.source_rows or (0, rows_of(piece.shape))
 
 
-def row_elements(target: Target) -> int:
-    """Elements of one row."""
-    return prod(target.shape[1:])
+def rows_of(shape: tuple[int, ...]) -> int:
+    """Rows of a tensor; one without axes has one."""
+    return shape[0] if shape else 1
 
 
-def rows_per_chunk(target: Target, chunk_mib: int) -> int:
-    """Whole rows of about ``chunk_mib`` MiB in float32, at least one."""
-    return max(1, chunk_mib * 2**20 // _FLOAT32 // max(1, row_elements(target)))
+def is_cut(piece: Piece) -> bool:
+    """Whether a piece's rows can be cut out of the parts that hold them; else the parts are taken whole and sorted anew."""
+    tile = _tile(piece)
+    first, last = piece_rows(piece)
+    return first % tile == 0 and (last % tile == 0 or last == rows_of(piece.shape))
+
+
+def share(bundle: Bundle, piece: Piece, rows: tuple[int, int]) -> int:
+    """Bytes of a weight's own tensor that some of its rows are; shares of all rows add up to all bytes."""
+    total = max(rows_of(piece.shape), 1)
+    return bundle.weight.nbytes * rows[1] // total - bundle.weight.nbytes * rows[0] // total
 
 
 def chunk_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) -> int:
@@ -72,32 +79,67 @@ def chunk_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) -
 
 
 def slab_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) -> int:
-    """Bytes of the largest chunk, or of the largest scale, as it lies in the file."""
+    """Bytes of the largest tensor that is read at a time, as it lies in the file."""
     return max((_slab_bytes(target, piece, bundles[piece.source], chunk_mib) for piece in target.pieces), default=0)
+
+
+def _is_whole(target: Target, piece: Piece) -> bool:
+    """Whether a piece is read in one go: its rows are not the target's, or can't be taken apart."""
+    if piece.operation == "transpose" or prod(piece.shape[1:]) != prod(target.shape[1:]) or not piece.shape:
+        return True
+    if target.how == "encode":
+        return not _codec(target).streams
+    return piece.codec is not None and not is_cut(piece)
+
+
+def _step(piece: Piece, chunk_mib: int) -> int:
+    """Whole rows, and whole tiles of them, of about ``chunk_mib`` MiB in float32."""
+    tile = _tile(piece)
+    rows = chunk_mib * 2**20 // _FLOAT32 // max(1, prod(piece.shape[1:]))
+    return max(rows // tile, 1) * tile
+
+
+def _tile(piece: Piece) -> int:
+    return 1 if piece.codec is None else codec_named(piece.codec).tile_rows(matrix_shape(piece.shape))
 
 
 def _scratch_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> int:
     rows = _largest(target, piece, chunk_mib)
-    elements = rows * row_elements(target)
+    elements = rows * prod(piece.shape[1:])
     if target.how == "encode":
-        in_one_go = 0 if _codec(target).streams else elements * (_FLOAT32 + torch_dtype(bundle.weight).itemsize)
+        in_one_go = 0 if _codec(target).streams else elements * (_FLOAT32 + _item(bundle))
         return elements * _FLOAT32 + in_one_go + rows * _PER_ROW
-    scale = bundle.sides.get(WEIGHT_SCALE) if piece.codec is not None else None
-    scaled = 0 if scale is None else scale.elements * _FLOAT32
-    return scaled + (elements * 2 * _FLOAT32 if target.how == "decode" else 0)
+    if piece.codec is None:
+        return 0
+    sorted_anew = 0 if is_cut(piece) else 2 * _nbytes(bundle)
+    if target.how == "keep":
+        return sorted_anew
+    per_element = _DECODING if isinstance(codec_named(piece.codec), ScaledCodec) else _UNPACKING
+    return sorted_anew + elements * per_element
 
 
 def _slab_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> int:
-    scale = bundle.sides.get(WEIGHT_SCALE) if piece.codec is not None else None
-    chunk = _largest(target, piece, chunk_mib) * row_elements(target) * torch_dtype(bundle.weight).itemsize
-    return max(0 if target.mapped else chunk, 0 if scale is None else scale.nbytes)
+    sides = max((side.nbytes for side in bundle.sides.values()), default=0) if piece.codec is not None else 0
+    if target.mapped:
+        return sides
+    if piece.codec is not None and not is_cut(piece):
+        return max(sides, bundle.weight.nbytes)
+    rows = _largest(target, piece, chunk_mib)
+    return max(sides, -(-bundle.weight.nbytes * rows // max(rows_of(piece.shape), 1)))
 
 
 def _largest(target: Target, piece: Piece, chunk_mib: int) -> int:
     """Rows of the largest chunk."""
-    rows = piece.target_rows or (0, target_rows(target))
-    count = rows[1] - rows[0]
-    return count if is_whole(target, piece) else min(count, rows_per_chunk(target, chunk_mib))
+    first, last = piece_rows(piece)
+    return last - first if _is_whole(target, piece) else min(last - first, _step(piece, chunk_mib))
+
+
+def _nbytes(bundle: Bundle) -> int:
+    return sum(tensor.nbytes for tensor in bundle.tensors)
+
+
+def _item(bundle: Bundle) -> int:
+    return bundle.weight.nbytes // max(bundle.weight.elements, 1)
 
 
 def _codec(target: Target) -> Codec:

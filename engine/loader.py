@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from slipcast.engine.build import build_with_buffers
-from slipcast.engine.chunks import Chunk, chunks
-from slipcast.engine.codecs.base import CODES, SCALE
+from slipcast.engine.chunks import Chunk, chunks, is_cut, piece_rows, rows_of, share
+from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
-from slipcast.engine.codecs.scaled import ScaledCodec
+from slipcast.engine.file_codec import part_tensors
+from slipcast.engine.file_weight import FileWeight
 from slipcast.engine.layers import quantise_module_
 from slipcast.engine.materialise import refuse_meta_tensors
 from slipcast.engine.plan import Piece, Plan, Target
 from slipcast.engine.quantised_model import mark_quantised_
-from slipcast.engine.reader import Reader, open_reader, torch_dtype
+from slipcast.engine.reader import Reader, open_reader
 from slipcast.engine.weight_entries import WEIGHT
 from slipcast.registry.errors import LoadCancelled, QuantisationError
-from slipcast.registry.header import Header, TensorInfo
+from slipcast.registry.header import Header
 from slipcast.registry.quantisation import Bundle, assemble
-from slipcast.registry.side_tensors import WEIGHT_SCALE
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
@@ -36,12 +36,26 @@ class _Work:
         tensors: stored name -> tensor, as they fill.
     """
 
-    def __init__(self, plan: Plan, bundles: Mapping[str, Bundle], reader: Reader, device: torch.device) -> None:
-        self.plan, self.bundles, self.reader, self.device = plan, bundles, reader, device
+    def __init__(
+        self,
+        plan: Plan,
+        bundles: Mapping[str, Bundle],
+        reader: Reader,
+        progress: Progress | None,
+        cancelled: Callable[[], bool] | None,
+    ) -> None:
+        self.plan, self.bundles, self.reader = plan, bundles, reader
+        self.device = torch.device(plan.device)
         self.tensors: dict[str, torch.Tensor] = {}
-        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
-        self._scale: tuple[str, torch.Tensor] | None = None
+        self._progress, self._cancelled = progress, cancelled
+        self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._scaled: set[str] = set()
         self._read = 0
+
+    def weight(self, piece: Piece) -> FileWeight:
+        """The weight of the file that a piece is cut from."""
+        codec = None if piece.codec is None else codec_named(piece.codec)
+        return FileWeight(self.bundles[piece.source], codec, piece.shape, self.reader, self.device)
 
     def stored(self, target: Target, index: int) -> torch.Tensor:
         """A tensor of the result, allocated when its first values come."""
@@ -57,26 +71,22 @@ class _Work:
             self._scratch = torch.empty(elements, dtype=torch.float32, device=self.device)
         return self._scratch
 
-    def scale(self, bundle: Bundle) -> torch.Tensor:
-        """A weight's scale in float32, as it lies in the file. One is kept: pieces of a weight follow one another."""
-        if self._scale is None or self._scale[0] != bundle.name:
-            info = bundle.sides[WEIGHT_SCALE]
-            values = self.reader.elements(info, 0, info.elements).view(info.shape)
-            self._scale = bundle.name, values.to(self.device, torch.float32, copy=True)
-            self._read += info.nbytes
-        return self._scale[1]
-
-    def report(self, read: int, progress: Progress | None, cancelled: Callable[[], bool] | None) -> None:
-        """Count bytes that were read, and let the caller know and stop.
+    def report(self, piece: Piece, rows: tuple[int, int]) -> None:
+        """Count rows that were read, and once the scales of their weight; let the caller know, and stop.
 
         Raises:
-            LoadCancelled: ``cancelled`` said so.
+            LoadCancelled: the caller said so.
         """
-        self._read += read
+        bundle = self.bundles[piece.source]
+        self._read += share(bundle, piece, rows)
+        if piece.codec is not None and piece.source not in self._scaled:
+            self._scaled.add(piece.source)
+            tensors = part_tensors(bundle, codec_named(piece.codec))
+            self._read += sum(tensor.nbytes for name, tensor in tensors.items() if name != CODES)
         total = self.plan.bytes.read
-        if progress is not None:
-            progress(self._read, total)
-        if cancelled is not None and cancelled():
+        if self._progress is not None:
+            self._progress(self._read, total)
+        if self._cancelled is not None and self._cancelled():
             raise LoadCancelled(
                 f"the load was cancelled after {self._read:,} of {total:,} bytes",
                 expected="a load that runs to its end",
@@ -88,7 +98,6 @@ class _Work:
         self.reader.close()
         self.tensors = {}
         self._scratch = torch.empty(0)
-        self._scale = None
 
 
 def execute(
@@ -114,61 +123,46 @@ def execute(
         HeaderError: the file changed under the load.
         QuantisationError: values that can't be quantised.
     """
-    device = torch.device(plan.device)
-    mapped = device.type == "cpu" and plan.settings["mmap"].engaged == "true"
-    reader = open_reader(header, mmap=mapped, pinned=device.type == "cuda")
-    work = _Work(plan, assemble(header).weights, reader, device)
+    mapped = plan.settings["mmap"].engaged == "true"
+    reader = open_reader(header, mmap=mapped, pinned=torch.device(plan.device).type == "cuda")
+    work = _Work(plan, assemble(header).weights, reader, progress, cancelled)
     try:
         with torch.no_grad():
-            for target, piece in _in_file_order(work):
-                for chunk in _chunks(work, target, piece):
-                    _fill(work, target, piece, chunk)
-                    item = torch_dtype(work.bundles[piece.source].weight).itemsize
-                    work.report((chunk.stop - chunk.start) * item, progress, cancelled)
-        return _assemble_model(plan, work.tensors, device)
+            for target in _in_file_order(work):
+                if target.how == "keep":
+                    _keep(work, target)
+                else:
+                    for piece in target.pieces:
+                        for chunk in chunks(target, piece, plan.request.chunk_mib):
+                            _fill(work, target, piece, chunk)
+                            work.report(piece, chunk.rows)
+        return _assemble_model(plan, work.tensors, work.device)
     finally:
         work.close()
 
 
-def _in_file_order(work: _Work) -> list[tuple[Target, Piece]]:
-    def place(entry: tuple[Target, Piece]) -> tuple[int, int, int]:
-        weight = work.bundles[entry[1].source].weight
-        return weight.file, weight.start, (entry[1].source_rows or (0, 0))[0]
+def _in_file_order(work: _Work) -> list[Target]:
+    def place(target: Target) -> tuple[int, int, int]:
+        piece = target.pieces[0]
+        weight = work.bundles[piece.source].weight
+        return weight.file, weight.start, piece_rows(piece)[0]
 
-    return sorted(((target, piece) for target in work.plan.targets for piece in target.pieces), key=place)
-
-
-def _chunks(work: _Work, target: Target, piece: Piece) -> Iterator[Chunk]:
-    """The chunks of a piece; of one that stays in the mapped file the whole of it."""
-    size = _UNCUT if target.mapped else work.plan.request.chunk_mib
-    return chunks(target, piece, work.bundles[piece.source], size)
-
-
-_UNCUT = 2**40
-"""A size of chunks in MiB that no tensor reaches."""
+    return sorted((target for target in work.plan.targets if target.pieces), key=place)
 
 
 def _fill(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> None:
-    """Bring one chunk of the file into the tensors that a target is stored in."""
-    bundle = work.bundles[piece.source]
-    values = work.reader.elements(bundle.weight, chunk.start, chunk.stop)
-    rows = slice(*chunk.rows)
+    """Bring one chunk of the file into the tensor that a target is stored in, or quantise it."""
+    values = work.weight(piece).values(*chunk.rows, getattr(torch, target.stored[0].dtype))
+    rows = slice(*chunk.target_rows)
+    if piece.operation == "transpose" and values.ndim == 2:
+        values = values.t()
+    values = values.reshape((rows.stop - rows.start, *target.shape[1:]) if target.shape else ())
     if target.mapped:
-        work.tensors[target.stored[0].name] = values.view(target.shape)
+        work.tensors[target.stored[0].name] = values
+    elif target.how == "encode":
+        _encode(work, target, values, rows)
     else:
-        values = values.to(work.device)
-        if target.how == "decode":
-            values = _decoded(work, target, piece, chunk, values)
-        if piece.operation == "transpose":
-            values = values.view(target.shape[::-1]).t()
-        else:
-            values = values.view((chunk.rows[1] - chunk.rows[0], *target.shape[1:]) if target.shape else ())
-        if target.how == "encode":
-            _encode(work, target, values, rows)
-        else:
-            _rows(work.stored(target, 0), rows).copy_(values)
-    if target.how == "keep":
-        _keep_scale(work, target, piece, chunk)
+        _rows(work.stored(target, 0), rows).copy_(values)
 
 
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -190,47 +184,35 @@ def _encode(work: _Work, target: Target, values: torch.Tensor, rows: slice) -> N
         raise QuantisationError(f"{target.name}: {error.found}", expected=error.expected, hint=error.hint) from error
 
 
-def _decoded(work: _Work, target: Target, piece: Piece, chunk: Chunk, codes: torch.Tensor) -> torch.Tensor:
-    """Values in the target's dtype, in the file's order: codes times their scale in float32, cast once."""
-    if piece.codec is None:
-        return codes
-    codec, weight = codec_named(piece.codec), work.bundles[piece.source].weight
-    first, last = _file_rows(weight, chunk)
-    shape = (last - first, *weight.shape[1:]) if weight.shape else ()
-    parts = {CODES: codes.view(shape)}
-    scale = _scale_of_rows(work, piece, first, last)
-    if scale is not None:
-        parts[SCALE] = scale
-    return codec.decode(parts, shape, getattr(torch, target.stored[0].dtype)).view(-1)
+def _keep(work: _Work, target: Target) -> None:
+    """Take over the file's codes and scales: as they lie there, sorted anew, or joined from several weights."""
+    pieces = sorted(target.pieces, key=lambda piece: piece.target_rows or (0, 0))
+    if len({piece.source for piece in pieces}) > 1:
+        for piece in pieces:
+            _keep_rows(work, target, piece, chunk=Chunk(piece_rows(piece), piece.target_rows or (0, 0)))
+    elif len(pieces) > 1 or not is_cut(pieces[0]):
+        parts = work.weight(pieces[0]).selected([piece_rows(piece) for piece in pieces])
+        for index, part in enumerate(parts.values()):
+            work.stored(target, index).copy_(part)
+        for piece in pieces:
+            work.report(piece, piece_rows(piece))
+    else:
+        for chunk in chunks(target, pieces[0], work.plan.request.chunk_mib):
+            _keep_rows(work, target, pieces[0], chunk)
 
 
-def _keep_scale(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> None:
-    """Put the file's scale beside the codes that are kept; rows that need their own each get that of a whole tensor."""
-    scale = _scale_of_rows(work, piece, *_file_rows(work.bundles[piece.source].weight, chunk))
-    if scale is not None:
-        names = list(codec_named(target.codec or "").parts(target.shape))
-        out = work.stored(target, names.index(SCALE))
-        (out if out.shape == scale.shape else out[slice(*chunk.rows)]).copy_(scale)
-
-
-def _file_rows(weight: TensorInfo, chunk: Chunk) -> tuple[int, int]:
-    """The rows of the file's tensor that a chunk holds."""
-    width = max(prod(weight.shape[1:]), 1)
-    return chunk.start // width, chunk.stop // width
-
-
-def _scale_of_rows(work: _Work, piece: Piece, first: int, last: int) -> torch.Tensor | None:
-    """The scale of some rows of the file's tensor as its codec takes it; None where the codes have none."""
-    codec = codec_named(piece.codec or "")
-    bundle = work.bundles[piece.source]
-    if not isinstance(codec, ScaledCodec) or WEIGHT_SCALE not in bundle.sides:
-        return None
-    scale = work.scale(bundle)
-    if codec.granularity == "tensor":
-        return scale.view(())
-    if codec.granularity == "block":
-        return scale.view(bundle.weight.shape[0], -1, 1)[first:last]
-    return scale.view(-1) if codec.axis else scale.view(-1)[first:last]
+def _keep_rows(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> None:
+    """Put the parts of some rows where the target keeps them; each row of a joined weight gets its part's one scale."""
+    first, last = chunk.target_rows
+    for index, (name, part) in enumerate(work.weight(piece).parts(*chunk.rows).items()):
+        if target.mapped and name == CODES:
+            work.tensors[target.stored[index].name] = part.view(target.stored[index].shape)
+            continue
+        out = work.stored(target, index)
+        if out.ndim:  # of a padded part the last rows have no row of the weight
+            out = out[first : None if last == rows_of(target.shape) else last]
+        out.copy_(part if part.ndim else part.expand(out.shape))
+    work.report(piece, chunk.rows)
 
 
 def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.device) -> nn.Module:
