@@ -1,0 +1,280 @@
+"""Proofs on the model class: that it builds, that the key map fits it, and that every pattern hits something."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from slipcast.engine.accounting import account, model_links
+from slipcast.engine.build import unknown_arguments
+from slipcast.engine.check.header_proofs import why_no_cases
+from slipcast.engine.check.proof import Outcome, proved, skipped
+from slipcast.engine.check.subject import Built, Case, Subject, build
+from slipcast.registry.errors import CheckError, DocumentError, IdentificationError, KeyMapError, SlipcastError
+from slipcast.registry.expression import evaluate_config
+from slipcast.registry.identify import Match
+from slipcast.registry.keymap.key_map import KeyMap
+from slipcast.registry.keymap.link import Link
+from slipcast.registry.keymap.lint import lint
+from slipcast.registry.keymap.matching import RuleTree
+from slipcast.registry.keymap.operations import accepts, joined_shape, native_shape
+from slipcast.registry.keymap.place import ArithmeticHole, LastHole, Place, parse_place
+from slipcast.registry.strict_yaml import Where
+
+NOTHING_BUILT = "no model could be built"
+_BOOKKEEPING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "model_type"})
+"""Entries of a published configuration that say nothing of the model."""
+
+
+def prove_lint(subject: Subject) -> Outcome:
+    """The key map has no fault that shows without a model."""
+    findings = lint(subject.family.key_map)
+    if findings:
+        raise subject.refuted(
+            findings[0].message,
+            expected="a key map that can be read both ways",
+            hint="see what the message says of the entry",
+            where=findings[0].where,
+            items=[f"{subject.at(finding.where)}: {finding.message}" for finding in findings[1:]],
+        )
+    return proved(f"{len(subject.family.key_map.rules)} rules, each at odds with none")
+
+
+def prove_class(subject: Subject) -> Outcome:
+    """The class builds with the configuration inferred from each example."""
+    for case in subject.cases:
+        if case.problem is not None and not isinstance(case.problem, IdentificationError) and case.header is not None:
+            raise _unbuilt(subject, case.example.header, case.problem, ("config",))
+    if subject.tiny_problem is not None:
+        raise _unbuilt(subject, "the small model", subject.tiny_problem, ("tiny", "config"))
+    if not subject.built:
+        return skipped(NOTHING_BUILT if subject.cases else why_no_cases(subject))
+    examples = sum(case.built is not None for case in subject.cases)
+    small = " and the small model" if subject.tiny is not None else ""
+    return proved(f"{examples} examples{small} build {subject.family.model}")
+
+
+def _unbuilt(subject: Subject, what: str, problem: SlipcastError, where: Where) -> CheckError:
+    """A proof refuted by an error, at the entry that the error names, if it names one."""
+    origin = problem.__cause__ if isinstance(problem.__cause__, KeyMapError) else problem
+    if isinstance(origin, KeyMapError):
+        where = origin.where or where
+    elif isinstance(origin, DocumentError) and origin.field:
+        where = (origin.field,)
+    return subject.refuted(
+        f"{what}: {problem.found}", expected=problem.expected, hint=problem.hint, where=where, items=problem.items
+    )
+
+
+def prove_bijection(subject: Subject) -> Outcome:
+    """Every tensor of each example has exactly one place in the model, and the other way round, with equal shapes."""
+    done = 0
+    for case in subject.cases:
+        if case.match is None or case.built is None:
+            continue
+        try:
+            account(case.match, case.built.shapes, case.built.tensors.ties)
+        except KeyMapError as problem:
+            raise _unbuilt(subject, case.example.header, problem, ("keys",)) from problem
+        except SlipcastError as problem:
+            raise _unbuilt(subject, case.example.header, problem, _culprit(subject, case, case.built)) from problem
+        done += 1
+    if not done:
+        return skipped(NOTHING_BUILT if subject.cases else why_no_cases(subject))
+    return proved(f"{done} examples, every tensor in exactly one place")
+
+
+def _culprit(subject: Subject, case: Case, built: Built) -> Where:
+    """The entry that is most likely to blame: that of a tensor left over, missing, or of another shape."""
+    assert case.match is not None
+    match, key_map = case.match, case.match.family.key_map
+    links = model_links(match, built.shapes)
+    expected = {name for link in links for name in link.files}
+    for name in match.bundles:
+        if name not in expected and (where := _rule_of_file(key_map, name)) is not None:
+            return where
+    wrong = next((link for link in links if not _fits(link, case, built)), None)
+    return ("keys",) if wrong is None else subject.entry_of(wrong.terms[0].model)
+
+
+def _rule_of_file(key_map: KeyMap, name: str) -> Where | None:
+    segments = tuple(name.split("."))
+    rules = [rule for rule in key_map.rules if any(_takes(place, segments) for place in rule.files)]
+    return max(rules, key=lambda rule: len(rule.where)).where if rules else None
+
+
+def _takes(place: Place, segments: tuple[str, ...]) -> bool:
+    plain = not any(isinstance(segment, ArithmeticHole | LastHole) for segment in place.segments)
+    return plain and place.takes(segments)
+
+
+def _fits(link: Link, case: Case, built: Built) -> bool:
+    assert case.match is not None
+    if any(name not in case.match.bundles for name in link.files):
+        return False
+    have = joined_or_only([case.match.bundles[name].shape for name in link.files])
+    if have is not None and len(link.terms) == 1:
+        return accepts(link.terms[0].operation, have, built.shapes[link.terms[0].model])
+    return have is not None and have == _written(link, built.shapes)
+
+
+def prove_way_back(subject: Subject) -> Outcome:
+    """The names that the model gives back are those of each native example, and show the same configuration."""
+    done = 0
+    for case in subject.cases:
+        if case.match is not None and case.built is not None and case.match.layout != "diffusers":
+            _prove_way_back(subject, case, case.match, case.built)
+            done += 1
+    if not done:
+        return skipped("no native example whose model could be built" if subject.cases else why_no_cases(subject))
+    return proved(f"{done} native examples come back with their names, and show the same configuration")
+
+
+def _prove_way_back(subject: Subject, case: Case, match: Match, built: Built) -> None:
+    family, name = subject.family, case.example.header
+    try:
+        written = {file for link in family.key_map.links(built.shapes) for file in link.files}
+        view = family.key_map.native_view(built.shapes)
+        inferred = evaluate_config(family.config, family.let, view)
+    except KeyMapError as problem:
+        raise _unbuilt(subject, f"{name}, written back", problem, ("keys",)) from problem
+    lost = sorted(written - view.keys())
+    if lost:
+        raise subject.refuted(
+            f"{name}: {len(lost)} tensors can't be written back",
+            expected="operations that can be done on the model's shapes",
+            hint="correct the entries of these tensors",
+            where=_rule_of_file(family.key_map, lost[0]) or ("keys",),
+            items=lost,
+        )
+    different = [key for key in inferred if inferred[key] != match.config[key]]
+    if different:
+        raise subject.refuted(
+            f"{name}: a file in the model's names shows {different[0]} = {inferred[different[0]]}, "
+            f"the native file {match.config[different[0]]}",
+            expected="the same configuration from both namings",
+            hint="read it from a tensor whose shape is the same in every file",
+            where=("config", different[0]),
+        )
+
+
+def prove_config(subject: Subject) -> Outcome:
+    """The inferred configuration equals the published one, and that of the small model."""
+    done = 0
+    for case in subject.cases:
+        if case.built is None or case.example.config is None:
+            continue
+        assert subject.records is not None  # there are cases
+        published = subject.records.config(case.example.config)
+        _prove_config(subject, case, case.built, published)
+        done += 1
+    if not done:
+        return skipped("no example names a published configuration" if subject.cases else why_no_cases(subject))
+    return proved(f"{done} published configurations are what the tensors show")
+
+
+def _prove_config(subject: Subject, case: Case, built: Built, published: Mapping[str, Any]) -> None:
+    """Compare the arguments of both, with the class's defaults where one says nothing."""
+    wanted = {key: value for key, value in published.items() if not key.startswith("_") and key not in _BOOKKEEPING}
+    inferred, expected = _complete(built), _complete(build(subject.family, _known(subject.family.model, wanted)))
+    different = [key for key in expected if key in inferred and _plain(inferred[key]) != _plain(expected[key])]
+    if different:
+        key = different[0]
+        where = ("config", key) if key in subject.family.config else ("config",)
+        raise subject.refuted(
+            f"{case.example.header}: {key} is {inferred[key]!r}, {case.example.config} says {expected[key]!r}",
+            expected="the published configuration; no tensor shows an argument that the class takes otherwise",
+            hint=f"correct config.{key}, or add it as a constant",
+            where=where,
+            items=[f"{name}: {inferred[name]!r}, published {expected[name]!r}" for name in different],
+        )
+
+
+def _known(model: str, config: dict[str, Any]) -> dict[str, Any]:
+    unknown = unknown_arguments(model, config)
+    return {key: value for key, value in config.items() if key not in unknown}
+
+
+def _complete(built: Built) -> dict[str, Any]:
+    """The arguments that a model was built with, the class's defaults included."""
+    config: Any = built.model.config
+    values = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    return {key: value for key, value in values.items() if not key.startswith("_") and key not in _BOOKKEEPING}
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def prove_patterns(subject: Subject) -> Outcome:
+    """Every pattern of precision: and runtime: hits something of some model."""
+    if not subject.built:
+        return skipped(NOTHING_BUILT if subject.cases else why_no_cases(subject))
+    family = subject.family
+    modules = [item for built in subject.built for item in built.model.named_modules() if item[0]]
+    owners = {path for path, module in modules if any(True for _ in module.parameters(recurse=False))}
+    names = owners | {name for built in subject.built for name in built.shapes}
+    classes = {type(module).__name__ for _, module in modules}
+    lists = {path for path, module in modules if isinstance(module, nn.ModuleList | nn.Sequential)}
+    wanted: list[tuple[Where, str, bool]] = []
+    for role, places in family.precision.keep.items():
+        wanted += [(("precision", "keep", role, n), text, _hits(text, owners)) for n, text in enumerate(places)]
+    for n, text in enumerate(family.precision.keep_fp32):
+        wanted.append((("precision", "keep_fp32", n), text, _hits(text, names)))
+    for n, text in enumerate(family.runtime.compile.blocks if family.runtime.compile else ()):
+        wanted.append((("runtime", "compile", "blocks", n), text, text in classes))
+    for n, text in enumerate(family.runtime.offload.blocks if family.runtime.offload else ()):
+        wanted.append((("runtime", "offload", "blocks", n), text, _hits(text, lists, exactly=True)))
+    dead = [(where, text) for where, text, hit in wanted if not hit]
+    if dead:
+        raise subject.refuted(
+            f"{dead[0][1]!r} hits nothing in {family.model}",
+            expected="patterns that hit a module; of compile its class, of offload a list of modules",
+            hint="correct or remove it",
+            where=dead[0][0],
+            items=[f"{subject.at(where)}: {text}" for where, text in dead[1:]],
+        )
+    return proved(f"{len(wanted)} patterns, each of them hits something")
+
+
+def _hits(text: str, paths: Collection[str], *, exactly: bool = False) -> bool:
+    place = parse_place(text)
+    split = [tuple(path.split(".")) for path in paths]
+    return any(place.takes(names) and (not exactly or len(names) == len(place.segments)) for names in split)
+
+
+def prove_rules(subject: Subject) -> Outcome:
+    """Every rule of the key map acts on some model."""
+    rules = subject.family.key_map.rules
+    if not subject.built:
+        return skipped(NOTHING_BUILT if subject.cases else why_no_cases(subject))
+    tree = RuleTree(rules)
+    used = {
+        match.term[0]
+        for built in subject.built
+        for _, match in tree.match(built.shapes)
+        if match is not None and match.term is not None
+    }
+    idle = [rule for number, rule in enumerate(rules) if number not in used and not rule.scope]
+    if idle:
+        raise subject.refuted(
+            f"'{idle[0]}' acts on no tensor of any example, nor of the small model",
+            expected="rules that are used",
+            hint="correct the place in the model, remove the rule, or add the example that needs it",
+            where=idle[0].where,
+            items=[f"{subject.at(rule.where)}: {rule}" for rule in idle[1:]],
+        )
+    return proved(f"{len(rules)} rules, each of them used")
+
+
+def joined_or_only(shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The shape of tensors put one after another by rows; of one tensor its own."""
+    return shapes[0] if len(shapes) == 1 else joined_shape(shapes)
+
+
+def _written(link: Link, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    parts = [native_shape(term.operation, shapes[term.model]) for term in link.terms]
+    known = [part for part in parts if part is not None]
+    return joined_or_only(known) if len(known) == len(parts) else None

@@ -1,0 +1,212 @@
+"""What the proofs are about: a family file, its examples, and the models that it makes of them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+
+from torch import nn
+
+from slipcast.engine.build import build_on_meta
+from slipcast.engine.check.records import Records
+from slipcast.engine.model_tensors import ModelTensors, model_tensors
+from slipcast.registry.catalogue import Catalogue
+from slipcast.registry.errors import CheckError, SlipcastError
+from slipcast.registry.family import Example, Family
+from slipcast.registry.header import Checkpoint, Header, Shape
+from slipcast.registry.identify import Match, identify
+from slipcast.registry.keymap.matching import RuleTree
+from slipcast.registry.strict_yaml import Document, Where, dotted, load_yaml
+
+_PACKAGE = "slipcast.families"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model of the class, on the meta device.
+
+    Attributes:
+        model: the model.
+        tensors: its tensors by name.
+        shapes: its parameters and persistent buffers.
+    """
+
+    model: nn.Module
+    tensors: ModelTensors
+    shapes: Mapping[str, Shape]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One example.
+
+    Attributes:
+        number: its index in the family file.
+        example: what the file says of it.
+        header: the recorded header; None where there is no such record.
+        match: the header as one of this family; None where it is not recognised.
+        built: the model that the inferred configuration makes; None where it makes none.
+        problem: why one of them is missing.
+    """
+
+    number: int
+    example: Example
+    header: Header | None = None
+    match: Match | None = None
+    built: Built | None = None
+    problem: SlipcastError | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A family, and everything that it is held against.
+
+    Attributes:
+        family: the family.
+        catalogue: all families, this one among them.
+        documents: its file, and that of the family that it extends.
+        records: the recorded headers, or None where they are not there.
+        cases: its examples; empty without records.
+        tiny: its small model; None where it has none, or one that can't be built.
+        tiny_problem: why the small model can't be built.
+        scratch: a folder for files.
+    """
+
+    family: Family
+    catalogue: Catalogue
+    documents: Sequence[Document]
+    records: Records | None
+    cases: tuple[Case, ...]
+    tiny: Built | None
+    tiny_problem: SlipcastError | None
+    scratch: Path
+
+    @property
+    def built(self) -> list[Built]:
+        """Every model that could be built."""
+        examples = [case.built for case in self.cases if case.built is not None]
+        return examples if self.tiny is None else [*examples, self.tiny]
+
+    def at(self, where: Where) -> str:
+        """Where an entry stands: ``family.yaml:12, keys.x_embedder``."""
+        for length in range(len(where), 0, -1):
+            for document in self.documents:
+                if where[:length] in document.lines:
+                    return f"{_short(document)}:{document.lines[where[:length]]}, {dotted(where)}"
+        return f"{_short(self.documents[0])}, {dotted(where)}"
+
+    def entry_of(self, name: str) -> Where:
+        """The entry of the key map that a tensor of the model has its name in the file from; else the section."""
+        rules = self.family.key_map.rules
+        ((_, match),) = RuleTree(rules).match([name])
+        return ("keys",) if match is None or match.term is None else rules[match.term[0]].where
+
+    def refuted(self, found: str, *, expected: str, hint: str, where: Where, items: Sequence[str] = ()) -> CheckError:
+        """The error of a proof that does not hold.
+
+        Args:
+            found: what refutes it.
+            expected: what should be.
+            hint: what to do.
+            where: the entry of the family file that is to blame.
+            items: the names concerned.
+        """
+        return CheckError(f"{self.at(where)}: {found}", expected=expected, hint=hint, items=items)
+
+
+@contextmanager
+def subject_of(family: Family, path: Path, catalogue: Catalogue, records: Records | None) -> Iterator[Subject]:
+    """Gather what the proofs of a family need.
+
+    Args:
+        family: the family.
+        path: its file.
+        catalogue: all families, this one among them.
+        records: the recorded headers, if they are there.
+    """
+    documents = [load_yaml(path)]
+    if family.extends is not None:
+        beside = path.with_name(f"{family.extends}.yaml")
+        documents.append(load_yaml(beside if beside.is_file() else file_of(catalogue[family.extends])))
+    tiny, tiny_problem = _tiny(family)
+    with tempfile.TemporaryDirectory(prefix="slipcast-check-") as scratch:
+        yield Subject(
+            family=family,
+            catalogue=catalogue,
+            documents=documents,
+            records=records,
+            cases=() if records is None else tuple(_cases(family, records)),
+            tiny=tiny,
+            tiny_problem=tiny_problem,
+            scratch=Path(scratch),
+        )
+
+
+def builtin_folder() -> Path:
+    """The folder of the built-in family files."""
+    return Path(str(resources.files(_PACKAGE)))
+
+
+def file_of(family: Family) -> Path:
+    """The file that a family was read from."""
+    inside = family.source.removeprefix(f"{_PACKAGE}/")
+    return Path(family.source) if inside == family.source else builtin_folder() / inside
+
+
+def identify_alone(family: Family, header: Header) -> Match:
+    """A header as one of this family.
+
+    Raises:
+        SlipcastError: the family doesn't claim it, or its expressions don't fit it.
+    """
+    return identify(Checkpoint(header.path, MappingProxyType({"": header})), {family.id: family})[0]
+
+
+def build(family: Family, config: Mapping[str, object]) -> Built:
+    """The family's class with these arguments, on the meta device.
+
+    Raises:
+        ConfigError: the class refuses them.
+        FamilyFileError: there is no such class.
+    """
+    model = build_on_meta(family.model, config)
+    tensors = model_tensors(model)
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in chain(tensors.parameters.items(), tensors.persistent.items())
+    }
+    return Built(model, tensors, shapes)
+
+
+def _cases(family: Family, records: Records) -> Iterator[Case]:
+    known: dict[str, Built] = {}
+    for number, example in enumerate(family.examples):
+        header: Header | None = None
+        match: Match | None = None
+        try:
+            header = records.header(example.header)
+            match = identify_alone(family, header)
+            arguments = repr(sorted(match.config.items()))
+            if arguments not in known:
+                known[arguments] = build(family, match.config)
+            yield Case(number, example, header, match, known[arguments])
+        except SlipcastError as problem:
+            yield Case(number, example, header, match, None, problem)
+
+
+def _tiny(family: Family) -> tuple[Built | None, SlipcastError | None]:
+    if family.tiny is None:
+        return None, None
+    try:
+        return build(family, family.tiny.config), None
+    except SlipcastError as problem:
+        return None, problem
+
+
+def _short(document: Document) -> str:
+    return Path(document.path or "").name

@@ -1,0 +1,204 @@
+"""Proofs on a small model of the class: where values go, and what storing them in fp8 does to the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from slipcast.engine.check.proof import Outcome, proved, skipped
+from slipcast.engine.check.small_model import (
+    SmallFiles,
+    model_prefix,
+    random_values,
+    reference_model,
+    run,
+    unique_values,
+    write_files,
+)
+from slipcast.engine.check.subject import Subject
+from slipcast.engine.convert import convert
+from slipcast.engine.loader import execute
+from slipcast.engine.planner import make_plan
+from slipcast.registry.errors import CheckError, SlipcastError
+from slipcast.registry.settings import resolve_settings
+from slipcast.registry.strict_yaml import Where
+
+_EQUAL = 1e-5
+"""Relative L2 within which two runs of the same values agree; threads may add in another order."""
+
+
+def prove_values(subject: Subject) -> Outcome:
+    """Every element of a small model comes back from native names, and its configuration is inferred."""
+    if subject.tiny is None:
+        return _no_tiny(subject)
+    try:
+        files = write_files(subject.family, unique_values(subject.tiny), subject.scratch / "values")
+        back = subject.scratch / "values" / "back.safetensors"
+        convert(files.match, back, "diffusers", prefix=model_prefix(subject.family))
+    except SlipcastError as problem:
+        raise _refuted(subject, "the small model can't be written and read back", problem) from problem
+    _prove_inferred(subject, files)
+    wrong = differing(load_file(back), load_file(files.in_model_names))
+    if wrong:
+        raise subject.refuted(
+            f"{len(wrong)} tensors do not come back as they were",
+            expected="every element where it was, after the way from the model to native names and back",
+            hint="correct the entries of these tensors",
+            where=subject.entry_of(wrong[0].removeprefix(model_prefix(subject.family))),
+            items=wrong,
+        )
+    elements = sum(tensor.numel() for tensor in files.tensors.values())
+    return proved(f"{elements:,} elements of the small model, each back where it was")
+
+
+def _prove_inferred(subject: Subject, files: SmallFiles) -> None:
+    assert subject.family.tiny is not None
+    inferred, wanted = files.match.config, subject.family.tiny.config
+    different = [key for key in wanted if key in inferred and inferred[key] != wanted[key]]
+    if different:
+        raise subject.refuted(
+            f"{different[0]} of the small model is {wanted[different[0]]!r}, but inferred {inferred[different[0]]!r}",
+            expected="what the tensors show",
+            hint=f"correct config.{different[0]}, or the small model's",
+            where=("config", different[0]),
+            items=[f"{key}: {wanted[key]!r}, inferred {inferred[key]!r}" for key in different],
+        )
+
+
+def prove_converter(subject: Subject) -> Outcome:
+    """Where diffusers has a converter for the class, it puts every element where the key map does."""
+    if subject.tiny is None:
+        return _no_tiny(subject)
+    converter = _converter(subject.family.model)
+    if converter is None:
+        return skipped("diffusers has no converter for the class")
+    values = unique_values(subject.tiny)
+    try:
+        native = load_file(write_files(subject.family, values, subject.scratch / "converter").native)
+    except SlipcastError as problem:
+        raise _refuted(subject, "the small model can't be written", problem) from problem
+    prefix = subject.family.prefixes[0]
+    bare = {name.removeprefix(prefix): tensor for name, tensor in native.items()}
+    try:
+        theirs = converter(checkpoint=bare, config=dict(getattr(subject.tiny.model, "config", {})))
+    except Exception as error:  # some want the sizes of the published model
+        return skipped(f"diffusers' converter fails on a small model: {type(error).__name__}: {error}")
+    wrong = differing(values, theirs)
+    if wrong:
+        raise subject.refuted(
+            f"diffusers' converter puts {len(wrong)} tensors elsewhere",
+            expected="the same elements in the same tensors",
+            hint="correct the entries of these tensors; shapes can't show halves, squares or orders",
+            where=subject.entry_of(wrong[0]),
+            items=wrong,
+        )
+    return proved(f"diffusers' converter gives the same {len(values)} tensors")
+
+
+def _converter(model: str) -> Callable[..., Mapping[str, torch.Tensor]] | None:
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    entries: Any = SINGLE_FILE_LOADABLE_CLASSES
+    converter: Callable[..., Mapping[str, torch.Tensor]] | None = entries.get(model.removeprefix("diffusers."), {}).get(
+        "checkpoint_mapping_fn"
+    )
+    return converter
+
+
+def differing(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of tensors that only one side has, or whose values are not the same."""
+    return [
+        name
+        for name in sorted(actual.keys() | expected.keys())
+        if name not in actual or name not in expected or not torch.equal(actual[name], expected[name])
+    ]
+
+
+def prove_forward(subject: Subject) -> Outcome:
+    """A small model runs as the class does, and in fp8 storage within the bound that the file states."""
+    tiny = subject.family.tiny
+    if subject.tiny is None or tiny is None:
+        return _no_tiny(subject)
+    values = random_values(subject.tiny)
+    try:
+        files = write_files(subject.family, values, subject.scratch / "forward")
+        plain = _load(subject, files, "off")
+        expected = run(reference_model(subject.family, files.match, values), tiny.inputs)
+    except SlipcastError as problem:
+        raise _refuted(subject, "the small model", problem, ("tiny",)) from problem
+    error = relative_error(run(plain, tiny.inputs), expected)
+    if differing(dict(plain.state_dict()), {**plain.state_dict(), **values}) or error > _EQUAL:
+        raise subject.refuted(
+            f"the loaded small model is not the one that was written: its outputs differ by {error:.2g}",
+            expected="the same model",
+            hint="see the proof 'values'; a tensor that no file holds may be made otherwise",
+            where=("tiny",),
+        )
+    storage = subject.family.precision.fp8.storage
+    if not storage.supported:
+        return proved(f"runs as the class does; fp8 storage is not tried: {storage.reason}")
+    return _prove_storage(subject, files, expected, tiny.fp8_error)
+
+
+def _prove_storage(subject: Subject, files: SmallFiles, expected: torch.Tensor, bound: float) -> Outcome:
+    assert subject.family.tiny is not None
+    where = ("precision", "fp8", "storage")
+    try:
+        stored = _load(subject, files, "storage")
+        error = relative_error(run(stored, subject.family.tiny.inputs), expected)
+    except SlipcastError as problem:
+        raise subject.refuted(
+            f"the small model in fp8 storage: {problem.found}",
+            expected="a forward that runs as in float32",
+            hint="keep the modules that it fails in (precision.keep); some forwards look at a weight's dtype",
+            where=where,
+            items=problem.items,
+        ) from problem
+    if not any(tensor.dtype == torch.float8_e4m3fn for tensor in stored.parameters()):
+        raise subject.refuted(
+            "no weight of the small model is stored in fp8",
+            expected="fp8 storage, which the file says is supported",
+            hint="correct precision.keep, or say why it is not_applicable",
+            where=where,
+        )
+    if error > bound:
+        raise subject.refuted(
+            f"outputs in fp8 storage differ by {error:.3f} from float32, the file states {bound:g}",
+            expected="a relative L2 distance within the bound",
+            hint="keep the modules that can't bear it (precision.keep), or correct the bound if it is too strict",
+            where=("tiny", "fp8_error"),
+        )
+    return proved(f"fp8 storage differs by {error:.3f} from float32, within {bound:g}")
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 distance, in float64; infinite where the numbers of elements differ."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _load(subject: Subject, files: SmallFiles, fp8: str) -> nn.Module:
+    """Load the native file through a plan, in float32, whatever the user's settings are."""
+    call = {"device": "cpu", "dtype": "float32", "fp8": fp8}
+    nowhere = subject.scratch
+    settings = resolve_settings(call, environ={}, cwd=nowhere, user_folder=nowhere).values
+    return execute(make_plan(files.match, settings), files.match.header)
+
+
+def _no_tiny(subject: Subject) -> Outcome:
+    return skipped("the family file has no section tiny" if subject.family.tiny is None else "it can't be built")
+
+
+def _refuted(subject: Subject, what: str, problem: SlipcastError, where: Where = ("keys",)) -> CheckError:
+    return subject.refuted(
+        f"{what}: {problem.found}",
+        expected=problem.expected,
+        hint=problem.hint,
+        where=getattr(problem, "where", ()) or where,
+        items=problem.items,
+    )

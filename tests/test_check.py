@@ -1,0 +1,223 @@
+"""Proofs of family files: Z-Image's holds, and a copy that is broken in one place fails where it is broken."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from slipcast.engine.check.proof import Proof
+from slipcast.engine.check.records import Records
+from slipcast.engine.check.run import PROOFS, check_families, lead_proof, recorded_headers
+from slipcast.engine.check.subject import subject_of
+from slipcast.registry.catalogue import load_catalogue, load_family_file
+from slipcast.registry.errors import FamilyFileError, SettingsError
+from slipcast.registry.family_file import build_family, read_family_file
+from slipcast.registry.frozen import FrozenMapping
+
+FILE = Path(__file__).parents[1] / "families" / "z-image.yaml"
+TEXT = FILE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    folder = recorded_headers()
+    assert folder is not None
+    return Records(folder, tmp_path_factory.mktemp("records"))
+
+
+def _edited(path: Path, *edits: tuple[str, str]) -> Path:
+    text = TEXT
+    for old, new in edits:
+        assert text.count(old) >= 1, old
+        text = text.replace(old, new, 1)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _prove(name: str, path: Path, records: Records | None, others: Path | None = None, linted: bool = False) -> Proof:
+    family = build_family(read_family_file(path), linted=True) if linted else load_family_file(path)
+    catalogue = FrozenMapping({**load_catalogue([others] if others else ()), family.id: family})
+    with subject_of(family, path, catalogue, records) as subject:
+        return lead_proof(name, subject)
+
+
+def test_every_built_in_family_passes() -> None:
+    checked = list(check_families(()))
+    assert {family.id for family in checked} == set(load_catalogue())
+    for family in checked:
+        assert [(proof.name, proof.status) for proof in family.proofs] == [(name, "ok") for name in PROOFS], family.id
+
+
+BROKEN = [
+    # the proof, what is replaced by what, the field that the message names, and what it says
+    ("class", "dim: size(x_embedder.weight, 0)", "dim: size(x_embeder.weight, 0)", "config.dim", "x_embeder.weight"),
+    ("class", "n_heads: dim // head_dim", "n_heads: 7", "config", "refuses its configuration: AssertionError"),
+    ("class", ".ZImageTransformer2DModel", ".NoSuchModel", "model", "the model class 'diffusers.NoSuchModel'"),
+    (
+        "class",
+        "    n_heads: 2",
+        "    n_heads: 3",
+        "tiny.config",
+        "the small model: diffusers.ZImageTr",
+    ),
+    ("bijection", "out: to_out.0", "out: to_out.1", "attention.out", "34 missing, 34 left over"),
+    ("bijection", "    q_norm: norm_q\n", "", "keys", "34 missing, 34 left over"),
+    ("bijection", "qkv: to_q + to_k + to_v", "qkv: to_q + to_k", "attention.qkv", "34 missing, 34 of another shape"),
+    ("bijection", "out: to_out.0", "out: conv1x1(to_out.0)", "attention.out", "34 of another shape"),
+    ("config", "axes_lens: [1536, 512, 512] ", "axes_lens: [1024, 512, 512] ", "config.axes_lens", "says [1536, 512"),
+    ("patterns", "[t_embedder]", "[t_embeder]", "precision.keep.time_embedding.0", "'t_embeder' hits nothing"),
+    ("patterns", "[cap_embedder]", "[cap_embedder, x.y]", "precision.keep.text_embedding.1", "'x.y' hits nothing"),
+    (
+        "patterns",
+        "  fp16: unsafe",
+        "  keep_fp32: [t_emb]\n  fp16: unsafe",
+        "precision.keep_fp32.0",
+        "'t_emb' hits",
+    ),
+    ("patterns", "[ZImageTransformerBlock]", "[ZImageBlock]", "runtime.compile.blocks.0", "'ZImageBlock' hits nothing"),
+    ("patterns", "[layers, noise", "[layer, noise", "runtime.offload.blocks.0", "'layer' hits nothing"),
+    ("patterns", "[layers, noise", "[layers.0, noise", "runtime.offload.blocks.0", "'layers.0' hits nothing"),
+    ("rules", "keys:\n", "keys:\n  a.b: c.d\n", "keys.a.b", "'a.b: c.d' acts on no tensor"),
+    ("recognised", "format: fp8_scaled", "format: fp8_raw", "examples.2.expect.format", "fp8_scaled, not fp8_raw"),
+    ("recognised", "layout: diffusers", "layout: native", "examples.1.expect.layout", "diffusers, not native"),
+    ("recognised", "filename: [turbo]", "filename: [tubo]", "examples.0.expect.variant", "variant base, not turbo"),
+    (
+        "recognised",
+        "header: z-image-turbo--comfy-bf16",
+        "header: z-image--x",
+        "examples.0.header",
+        "no record z-",
+    ),
+    ("recognised", "cap_embedder.1.weight, noise", "cap_embedder.9, noise", "examples.0.header", "no family claims"),
+    (
+        "recognised",
+        "header: z-image-turbo--comfy-bf16",
+        "header: sd15--aio",
+        "examples.0.header",
+        "sd15--aio: no family",
+    ),
+    ("layout", ", noise_refiner.0.attention.qkv.weight", "", "identify.has", "every name of the evidence"),
+    (
+        "others",
+        "has: [cap_embedder.1",
+        "has: [final_layer.linear.weight]  # [",
+        "identify.has",
+        "headers that are no",
+    ),
+    ("values", "n_kv_heads: n_heads", "n_kv_heads: 3", "config.n_kv_heads", "n_kv_heads of the small model is 2"),
+    ("values", ", noise_refiner.0.attention.qkv.weight", "", "keys", "can't be written and read back"),
+    (
+        "converter",
+        "qkv: to_q + to_k",
+        "qkv: to_k + to_q",
+        "attention.qkv",
+        "converter puts 10 tensors elsewhere",
+    ),
+    ("forward", "[t_embedder]", "[all_x_embedder]", "precision.fp8.storage", "must have the same dtype"),
+    ("forward", "fp8_error: 0.1", "fp8_error: 0.001", "tiny.fp8_error", "differ by 0.06"),
+    ("forward", "t: uniform 2", "tt: uniform 2", "tiny", "the forward fails: TypeError"),
+]
+
+
+@pytest.mark.parametrize(("proof", "old", "new", "field", "says"), BROKEN)
+def test_a_broken_file_fails_where_it_is_broken(
+    tmp_path: Path, records: Records, proof: str, old: str, new: str, field: str, says: str
+) -> None:
+    path = _edited(tmp_path / "z-image.yaml", (old, new))
+    result = _prove(proof, path, records)
+    assert result.status == "failed"
+    assert says in result.detail
+    place, _, named = result.detail.partition(": ")[0].partition(", ")
+    assert named.endswith(field)
+    word = re.sub(r"\.\d+$", "", field).rpartition(".")[2]
+    line = path.read_text(encoding="utf-8").splitlines()[int(place.removeprefix("z-image.yaml:")) - 1]
+    assert f"{word}:" in line
+
+
+def test_every_proof_is_broken_somewhere() -> None:
+    elsewhere = {"key map", "way back"}
+    assert {entry[0] for entry in BROKEN} | elsewhere == set(PROOFS)
+
+
+def test_a_key_map_at_odds_with_itself(tmp_path: Path, records: Records) -> None:
+    edit = ("keys:\n", 'keys:\n  "{s=layers|others}.{i}.w": "{s}.{i}.attention.to_v"\n')
+    path = _edited(tmp_path / "z-image.yaml", edit)
+    result = _prove("key map", path, records, linted=True)
+    assert result.status == "failed"
+    assert "can match the same name in the model" in result.detail
+    assert "z-image.yaml:" in result.detail
+
+
+def test_a_configuration_that_only_native_files_show(tmp_path: Path, records: Records) -> None:
+    """A pad token of one axis in the file has two in the model."""
+    folder = tmp_path / "headers"
+    folder.mkdir()
+    record = json.loads((records.folder / "z-image-turbo--comfy-bf16.json").read_text(encoding="utf-8"))
+    record["tensors"]["x_pad_token"] = ["BF16", [3840]]
+    (folder / "z-image-turbo--comfy-bf16.json").write_text(json.dumps(record))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    edit = ("in_channels: size(x_embedder.weight, 1) // 4", "in_channels: size(x_pad_token, 0)")
+    result = _prove("way back", _edited(tmp_path / "z-image.yaml", edit), Records(folder, scratch))
+    assert result.status == "failed"
+    assert "config.in_channels: z-image-turbo--comfy-bf16: a file in the model's names shows " in result.detail
+    assert "in_channels = 1, the native file 3840" in result.detail
+
+
+def test_another_family_that_claims_an_example(tmp_path: Path, records: Records) -> None:
+    rival = TEXT.replace("id: z-image", "id: rival")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "rival.yaml").write_text(rival, encoding="utf-8")
+    result = _prove("recognised", FILE, records, tmp_path / "others")
+    assert result.status == "failed"
+    assert "examples.0.header: z-image-turbo--comfy-bf16: the families rival and z-image both claim" in result.detail
+
+
+def test_without_headers_their_proofs_are_skipped_and_say_so(tmp_path: Path) -> None:
+    skipped = {
+        name: _prove(name, FILE, None).detail
+        for name in PROOFS
+        if _prove(name, FILE, None).status == "skipped" and name not in ("values", "converter", "forward")
+    }
+    assert skipped.keys() == {"bijection", "way back", "config", "recognised", "others"}
+    assert set(skipped.values()) == {"the recorded headers are not here; name their folder with --headers"}
+
+
+def test_without_a_small_model_its_proofs_are_skipped(tmp_path: Path, records: Records) -> None:
+    path = tmp_path / "z-image.yaml"
+    path.write_text(TEXT[: TEXT.index("tiny:")], encoding="utf-8")
+    for name in ("values", "converter", "forward"):
+        result = _prove(name, path, records)
+        assert (result.status, result.detail) == ("skipped", "the family file has no section tiny")
+    unused = _prove("rules", path, records)  # only the small model has an image encoder
+    assert (unused.status, "siglip_pad_token" in unused.detail) == ("failed", True)
+
+
+def test_a_family_without_fp8_storage_is_not_held_to_it(tmp_path: Path, records: Records) -> None:
+    edit = ("storage: supported", "storage: {unsupported: it turns to noise}")
+    result = _prove("forward", _edited(tmp_path / "z-image.yaml", edit), records)
+    assert (result.status, "it turns to noise" in result.detail) == ("ok", True)
+
+
+def test_a_file_that_can_not_be_read_is_refuted_by_that(tmp_path: Path) -> None:
+    path = _edited(tmp_path / "z-image.yaml", ("identify:", "identfy:"))
+    (checked,) = check_families([str(path)])
+    (proof,) = checked.failed
+    assert (proof.name, isinstance(proof.error, FamilyFileError)) == ("reads", True)
+    assert "'identify'" in str(proof.error)
+
+
+def test_an_unknown_id_and_an_unknown_folder(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no family is called 'z-imag'(.|\n)*did you mean 'z-image'\?"):
+        list(check_families(["z-imag"]))
+    with pytest.raises(SettingsError, match="the folder of headers"):
+        list(check_families(["z-image"], headers=tmp_path / "nowhere"))
+
+
+def test_a_file_is_laid_over_the_family_of_its_id(tmp_path: Path) -> None:
+    (checked,) = check_families([str(_edited(tmp_path / "z-image.yaml", ("title: Z-Image", "title: Mine")))])
+    assert [proof.status for proof in checked.proofs] == ["ok"] * len(PROOFS)
+    assert checked.source == str(tmp_path / "z-image.yaml")
