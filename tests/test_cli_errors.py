@@ -10,7 +10,6 @@ import pytest
 
 from slipcast import api
 from slipcast.cli import application as module
-from slipcast.cli import errors
 from slipcast.cli.application import COMMANDS, application
 from slipcast.registry.errors import HeaderError
 from support.command_line import json_of, output_of, run
@@ -114,8 +113,7 @@ def test_a_machine_that_fails(monkeypatch):
     assert (error["error"], error["found"], error["path"]) == ("OSError", "No space left on device", "/disk/file")
 
 
-def test_a_reader_that_went_away(monkeypatch, capfd):
-    monkeypatch.setattr(errors, "discard_output", lambda: None)
+def test_a_reader_that_went_away(monkeypatch):
     monkeypatch.setattr(api, "inspect", raising(BrokenPipeError(errno.EPIPE, "Broken pipe")))
     result = run("inspect", "x", "--json")
     assert (result.exit_code, result.output) == (1, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -9,6 +10,7 @@ import logging
 import pytest
 
 from slipcast import api
+from slipcast.cli import load_command
 from support.command_line import json_of, output_of, run
 from support.isolation import isolate
 from support.tiny_z_image import tiny_tensors, write_native
@@ -50,6 +52,20 @@ def test_the_plan_stands_beside_the_outcome(model):
     (resident,) = [line for line in text.splitlines() if line.startswith("  resident")]
     assert resident.count(f"({size:,} bytes)") == 2
     assert text.splitlines()[-1] == "The outcome is what was planned."
+
+
+def test_the_bar_follows_the_load(model, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def recording_bar(label):
+        yield lambda done, total: seen.append((done, total))
+
+    monkeypatch.setattr(load_command, "progress_bar", recording_bar)
+    total = json_of("load", model, *OPTIONS)["bytes"]["read"]
+    assert len(seen) > 10
+    assert seen == sorted(seen)
+    assert seen[-1] == (total, total)
 
 
 def test_an_outcome_that_differs_is_no_success(model, monkeypatch):

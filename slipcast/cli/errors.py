@@ -35,12 +35,12 @@ class Failure(NamedTuple):
 
 
 def run_reporting(action: Callable[[], object], *, as_json: bool) -> int:
-    """Run a command, and report what fails; returns the exit code, which is the command's own result if it has one."""
+    """Run a command, and report what fails; returns the exit code, which is the command's own result if it has one.
+
+    A pipe that nobody reads any more is click's business: it ends the process with 1 and without a word.
+    """
     try:
         result = action()
-    except BrokenPipeError:  # nobody reads on
-        discard_output()
-        return INCOMPLETE
     except (Exception, KeyboardInterrupt) as error:
         failed = failure(error)
         if failed is None:
