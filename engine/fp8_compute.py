@@ -153,7 +153,7 @@ class _Product(torch.autograd.Function):
         return _product(input, codes, scale, input_scale, dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale = ctx.saved_tensors
         one = torch.ones((), device=codes.device)
         weight = multiplied(codes, one if scale is None else scale.view(-1, 1), gradient.dtype)

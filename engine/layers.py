@@ -115,7 +115,7 @@ class QuantisedModule(nn.Module):
             return applied.view(tensor.dtype)
 
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight.device))
-        super()._apply(keep_bits, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keep_bits, recurse)
         self._guard_codes()
         if is_plain_float(probe.dtype):
             self.compute_dtype = probe.dtype
@@ -129,12 +129,12 @@ class QuantisedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(super().__getstate__(), memo))  # type: ignore[no-untyped-call]
+        copied.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a pickle, which can't hold float8 tensors: they travel as their bits."""
-        state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
+        state = dict(super().__getstate__())
         for group in ("_parameters", "_buffers"):
             state[group] = {name: self._pickled(name, tensor) for name, tensor in state[group].items()}
         return state
@@ -145,7 +145,7 @@ class QuantisedModule(nn.Module):
         return bits(tensor.detach())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         expected = self.expected_tensors()
         self.set_weight({name: _tensor(self, name).view(part.dtype) for name, part in expected.items()})
 

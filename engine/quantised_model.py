@@ -126,8 +126,9 @@ def _adapts_codes(module: nn.Module) -> bool:
 
 @cache
 def _reporting_class(plain: Any) -> Any:
-    answers = (_SavingReporting if hasattr(plain, "to_json_string") else _Reporting,)
-    answers += (_Fusing,) if hasattr(plain, "fuse_lora") else ()
+    answers: list[type[nn.Module]] = [_SavingReporting if hasattr(plain, "to_json_string") else _Reporting]
+    if hasattr(plain, "fuse_lora"):
+        answers.append(_Fusing)
     same = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     return type(plain)(plain.__name__, (*answers, plain), {**same, "_plain_class": plain})
 

@@ -121,3 +121,27 @@ def test_the_probe_finds_a_device_that_multiplies_float8() -> None:
     assert probe.ok
     assert probe.definite
     assert "tried: relative error 0.0" in probe.reason
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("static", [None, 0.05], ids=["dynamic", "static"])
+def test_an_input_in_any_layout_is_taken(static: float | None, compiled: bool) -> None:
+    layer = compute_layer("row", torch.bfloat16, static).cuda()
+    given = activations(32, torch.bfloat16).cuda()
+    transposed, strided = given.t().contiguous().t(), given.repeat(1, 2)[:, :INPUTS]
+    torch._dynamo.reset()
+    forward = torch.compile(layer, fullgraph=True) if compiled else layer
+    for other in (transposed, strided):
+        assert not other.is_contiguous()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert relative_l2(forward(other), layer(given)) <= 0.003
+
+
+def test_a_gradient_reaches_the_input() -> None:
+    layer = compute_layer("row", torch.bfloat16).cuda()
+    given = activations(16, torch.bfloat16).cuda().requires_grad_()
+    gradient = torch.randn(16, OUTPUTS, device="cuda").bfloat16()
+    layer(given).backward(gradient)
+    expected = gradient.float() @ layer.dequantised_weight().float()
+    assert relative_l2(given.grad, expected) < 0.01
