@@ -22,11 +22,13 @@ class Accounts:
 
     Attributes:
         pieces: model name -> the pieces of the file that make it; a tied tensor may have none of its own.
+        shapes: name of each weight of the file that is used -> its logical shape, without the padding of codes.
         links: the links that hold, for the way back.
         unused: fates of the tensors of the file that no target takes.
     """
 
     pieces: Mapping[str, tuple[Piece, ...]]
+    shapes: Mapping[str, Shape]
     links: tuple[Link, ...]
     unused: tuple[FileTensor, ...]
 
@@ -56,15 +58,19 @@ def account(
     links = model_links(match, shapes)
     held = tuple(link for link in links if all(name in match.bundles for name in link.files))
     missing = _missing(links, held, match.bundles, shapes, ties)
-    problems = [problem for link in held for problem in _shape_problems(link, match.bundles, shapes)]
+    logical = {name: shape for link in held for name, shape in _logical_shapes(link, match.bundles, shapes)}
+    problems = [problem for link in held for problem in _shape_problems(link, logical, shapes)]
     used = {name for link in held for name in link.files}
     unused, left_over = _unused(match, used, others, unexpected)
     if missing or left_over or problems:
         raise _unaccounted(match, missing, left_over, problems, shapes)
     pieces = {
-        term.model: found for link in held for term, found in zip(link.terms, _pieces(link, match, shapes), strict=True)
+        term.model: found
+        for link in held
+        for term, found in zip(link.terms, _pieces(link, match, logical, shapes), strict=True)
     }
-    return Accounts(pieces, held, unused)
+    used_shapes = {match.bundles[name].name: shape for name, shape in logical.items()}
+    return Accounts(pieces, used_shapes, held, unused)
 
 
 def model_links(match: Match, shapes: Mapping[str, Shape]) -> tuple[Link, ...]:
@@ -106,15 +112,29 @@ def _missing(
     return lines
 
 
-def _shape_problems(link: Link, bundles: Mapping[str, Bundle], shapes: Mapping[str, Shape]) -> list[str]:
+def _logical_shapes(
+    link: Link, bundles: Mapping[str, Bundle], shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, Shape]]:
+    """The shape of each file's weight of a link; one that its codes pad has the shape that the model needs."""
+    want = _native_shape(link, shapes)
+    for name in link.files:
+        bundle = bundles[name]
+        alone = len(link.files) == 1 and want is not None
+        yield name, want if want is not None and alone and bundle.pads(want) else bundle.shape
+
+
+def _native_shape(link: Link, shapes: Mapping[str, Shape]) -> Shape | None:
+    return _whole([native_shape(term.operation, shapes[term.model]) for term in link.terms])
+
+
+def _shape_problems(link: Link, logical: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> list[str]:
     """Shapes that do not fit, as lines. Fused tensors add their rows."""
-    have = _whole([bundles[name].shape for name in link.files])
+    have = _whole([logical[name] for name in link.files])
+    want = _native_shape(link, shapes)
     if len(link.terms) == 1:
         (term,) = link.terms
-        want = native_shape(term.operation, shapes[term.model])
         fits = have is not None and accepts(term.operation, have, shapes[term.model])
     else:
-        want = _whole([native_shape(term.operation, shapes[term.model]) for term in link.terms])
         fits = have is not None and have == want
     if fits:
         return []
@@ -134,12 +154,13 @@ def _shown(shape: Shape | None) -> str:
     return "of shapes that can't be joined" if shape is None else str(list(shape))
 
 
-def _pieces(link: Link, match: Match, shapes: Mapping[str, Shape]) -> list[tuple[Piece, ...]]:
+def _pieces(
+    link: Link, match: Match, logical: Mapping[str, Shape], shapes: Mapping[str, Shape]
+) -> list[tuple[Piece, ...]]:
     """The pieces of each term of a link."""
-    sources = [match.bundles[name] for name in link.files]
-    if len(sources) > 1:
-        return [tuple(_joined_pieces(sources))]
-    (source,) = sources
+    if len(link.files) > 1:
+        return [tuple(_joined_pieces([(match.bundles[name].name, logical[name][0]) for name in link.files]))]
+    source = match.bundles[link.files[0]]
     if len(link.terms) == 1:
         (term,) = link.terms
         if term.operation == "swap_halves":
@@ -167,11 +188,11 @@ def _swapped_pieces(source: str, first: int, rows: int) -> tuple[Piece, Piece]:
     )
 
 
-def _joined_pieces(sources: Sequence[Bundle]) -> Iterator[Piece]:
+def _joined_pieces(sources: Sequence[tuple[str, int]]) -> Iterator[Piece]:
     row = 0
-    for source in sources:
-        yield Piece(source=source.name, target_rows=(row, row + source.shape[0]))
-        row += source.shape[0]
+    for source, rows in sources:
+        yield Piece(source=source, target_rows=(row, row + rows))
+        row += rows
 
 
 def _unused(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slipcast.engine.chunks import chunk_bytes, slab_bytes
+from slipcast.engine.chunks import chunk_bytes, piece_rows, share, slab_bytes
+from slipcast.engine.codecs.base import CODES
+from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.devices import Device
+from slipcast.engine.file_codec import part_tensors
 from slipcast.engine.plan import Bytes, Decision, Target, Verdict
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match
 from slipcast.registry.settings import Settings
-from slipcast.registry.side_tensors import WEIGHT_SCALE
 
 _MIB = 2**20
 
@@ -47,11 +49,10 @@ def _read(targets: Sequence[Target], match: Match) -> int:
     for target in targets:
         for piece in target.pieces:
             bundle = match.everything.weights[piece.source]
-            rows = bundle.weight.shape[0] if bundle.weight.shape else 1
-            share = rows if piece.source_rows is None else piece.source_rows[1] - piece.source_rows[0]
-            total += bundle.weight.nbytes * share // max(rows, 1)
-            if piece.codec is not None and WEIGHT_SCALE in bundle.sides:
-                scales[bundle.name] = bundle.sides[WEIGHT_SCALE].nbytes
+            total += share(bundle, piece, piece_rows(piece))
+            if piece.codec is not None:
+                tensors = part_tensors(bundle, codec_named(piece.codec))
+                scales[bundle.name] = sum(tensor.nbytes for name, tensor in tensors.items() if name != CODES)
     return total + sum(scales.values())
 
 
@@ -76,7 +77,7 @@ def weigh_verdict(
         advice = f"{(available - needed) / _MIB:,.0f} MiB are left for activations"
         return Verdict(fits=True, needed=needed, available=available, advice=advice)
     if fp8.engaged != "off":
-        advice = "the weights are in fp8 already: this device can't hold them whole"
+        advice = "the weights are quantised already: this device can't hold them whole"
     elif not family.precision.fp8.storage.supported:
         advice = f"no setting makes them fit: fp8 is not for this family ({family.precision.fp8.storage.reason})"
     else:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from slipcast.registry.errors import ConfigError, FamilyFileError
 from torch import nn
+
+from slipcast.registry.errors import ConfigError, FamilyFileError
 
 _LIBRARIES = ("diffusers", "transformers")
 _REGISTRATION = threading.Lock()

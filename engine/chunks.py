@@ -60,8 +60,13 @@ def rows_of(shape: tuple[int, ...]) -> int:
     return shape[0] if shape else 1
 
 
+def rows_per_chunk(shape: tuple[int, ...], chunk_mib: int) -> int:
+    """Whole rows of about ``chunk_mib`` MiB in float32, at least one."""
+    return max(1, chunk_mib * 2**20 // _FLOAT32 // max(1, prod(shape[1:])))
+
+
 def is_cut(piece: Piece) -> bool:
-    """Whether a piece's rows can be cut out of the parts that hold them; else the parts are taken whole and sorted anew."""
+    """Whether a piece's rows can be cut out of the parts that hold them; else the parts are sorted anew."""
     tile = _tile(piece)
     first, last = piece_rows(piece)
     return first % tile == 0 and (last % tile == 0 or last == rows_of(piece.shape))
@@ -93,10 +98,9 @@ def _is_whole(target: Target, piece: Piece) -> bool:
 
 
 def _step(piece: Piece, chunk_mib: int) -> int:
-    """Whole rows, and whole tiles of them, of about ``chunk_mib`` MiB in float32."""
+    """Rows of a chunk: whole tiles of them."""
     tile = _tile(piece)
-    rows = chunk_mib * 2**20 // _FLOAT32 // max(1, prod(piece.shape[1:]))
-    return max(rows // tile, 1) * tile
+    return max(rows_per_chunk(piece.shape, chunk_mib) // tile, 1) * tile
 
 
 def _tile(piece: Piece) -> int:

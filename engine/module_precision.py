@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from slipcast.engine.accounting import Accounts
+from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.float8 import Float8
-from slipcast.engine.kept_codes import FLOAT8_FORMATS, kept_codec
+from slipcast.engine.kept_codes import CodedRows, kept_codec
 from slipcast.engine.layers import layer_codec, quantisation_obstacle
-from slipcast.engine.plan import Decision, Module, Piece
+from slipcast.engine.plan import Decision, Module
 from slipcast.engine.precision import Rules
 from slipcast.engine.saved_quantisation import SavedQuantisation
 from slipcast.registry.identify import Match
-from slipcast.registry.quantisation import Bundle
 
 _ENCODED = Float8("row")
 """What a plain weight is quantised to."""
@@ -58,6 +58,7 @@ class ModuleChooser:
     Attributes:
         match: the identified checkpoint.
         accounts: which pieces of the file make which weight.
+        codecs: the codec of each weight of the file that is in codes.
         tied: names of tensors that are one with another.
         rules: the family's precision rules.
         saved: what a config.json says of layers that slipcast quantised.
@@ -68,6 +69,7 @@ class ModuleChooser:
 
     match: Match
     accounts: Accounts
+    codecs: Mapping[str, Codec]
     tied: frozenset[str]
     rules: Rules
     saved: SavedQuantisation
@@ -88,20 +90,22 @@ class ModuleChooser:
 
     @property
     def _file_is_quantised(self) -> bool:
-        return any(bundle.format in FLOAT8_FORMATS for bundle in self.match.bundles.values())
+        return bool(self.codecs)
 
     @property
     def _encodes(self) -> bool:
         """Whether plain weights are quantised."""
-        return self.fp8 != "off" and (self.remainder == "quantise" or not self._file_is_quantised)
+        return self.fp8 in ("storage", "compute") and (self.remainder == "quantise" or not self._file_is_quantised)
 
     def _weight_choice(self, path: str, module: nn.Module) -> WeightChoice | None:
         """The choice for a module's weight, or None where nothing about it needs saying."""
-        pieces = self.accounts.pieces.get(f"{path}.weight", ())
-        bundles = [self.match.everything.weights[piece.source] for piece in pieces]
-        if not bundles:
+        rows = [
+            CodedRows(piece, self.match.everything.weights[piece.source], self.codecs.get(piece.source))
+            for piece in self.accounts.pieces.get(f"{path}.weight", ())
+        ]
+        if not rows:
             return None
-        in_codes = any(not bundle.is_plain for bundle in bundles)
+        in_codes = any(each.codec is not None for each in rows)
         if not in_codes and not (self._encodes and quantisation_obstacle(module, _ENCODED) is None):
             return None
         reason = self._stays_plain(path)
@@ -109,10 +113,10 @@ class ModuleChooser:
             return WeightChoice(None, False, reason)
         if not in_codes:
             codec = layer_codec(module, _ENCODED)
-            if len(pieces) > 1 and not codec.streams:
+            if len(rows) > 1 and not codec.streams:
                 return WeightChoice(None, False, f"{codec.name} needs all rows at once, which several tensors hold")
             return WeightChoice(codec.name, False, "")
-        return self._kept_choice(path, module, pieces, bundles)
+        return self._kept_choice(path, module, rows)
 
     def _stays_plain(self, path: str) -> str:
         """Why a layer is never quantised, or ""."""
@@ -123,12 +127,10 @@ class ModuleChooser:
             return "the family keeps it in float32"
         return "its weight is also another module's" if f"{path}.weight" in self.tied else ""
 
-    def _kept_choice(
-        self, path: str, module: nn.Module, pieces: Sequence[Piece], bundles: Sequence[Bundle]
-    ) -> WeightChoice:
+    def _kept_choice(self, path: str, module: nn.Module, rows: Sequence[CodedRows]) -> WeightChoice:
         if self.fp8 == "off":
             return WeightChoice(None, False, "dequantised: fp8 is off")
-        codec, obstacle = kept_codec(module, pieces, bundles, self.saved.codecs.get(path))
+        codec, obstacle = kept_codec(module, rows, self.saved.codecs.get(path))
         if codec is None:
             return WeightChoice(None, False, f"dequantised: {obstacle}")
         return WeightChoice(codec.name, True, "the file's codes and scales as they are")
@@ -138,7 +140,9 @@ class ModuleChooser:
         names = [f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)]
         kind = type(module).__name__
         if choice is not None and choice.codec is not None:
-            yield Module(path=path, kind=kind, precision="fp8", codec=choice.codec, reason=choice.reason)
+            yield Module(
+                path=path, kind=kind, precision=precision_of(choice.codec), codec=choice.codec, reason=choice.reason
+            )
         elif path and names and next(module.children(), None) is None:
             reason = choice.reason if choice is not None else ""
             yield Module(path=path, kind=kind, precision=self._dtype_of(names[0]), reason=reason)
@@ -150,7 +154,7 @@ class ModuleChooser:
         return "float32" if self.rules.stays_fp32(name) else self.compute_dtype
 
     def _remainder_decision(self) -> Decision | None:
-        if self.fp8 == "off":
+        if self.fp8 not in ("storage", "compute"):
             return None
         if not self._file_is_quantised:
             reason = "the file is not quantised, so this has no bearing"
@@ -159,3 +163,9 @@ class ModuleChooser:
         else:
             reason = "as requested"
         return Decision(requested=self.remainder, engaged=self.remainder, reason=reason)
+
+
+def precision_of(codec: str) -> str:
+    """The word for a codec's precision, as plans list it: ``fp8``, ``int8``, ``mxfp8``, ``nvfp4`` or ``gguf``."""
+    format_ = codec.partition("/")[0]
+    return "fp8" if format_.startswith("float8") else format_

@@ -65,6 +65,7 @@ class Piece(_Frozen):
         operation: what the file's tensor is of the model's; loading inverts it.
         target_rows: the rows of the model's tensor; None where the piece is all of it.
         codec: name of the codec that decodes the file's codes; None of plain values.
+        shape: the logical shape of the file's weight.
     """
 
     source: str
@@ -72,6 +73,7 @@ class Piece(_Frozen):
     operation: Operation | None = None
     target_rows: tuple[int, int] | None = None
     codec: str | None = None
+    shape: tuple[int, ...] = ()
 
 
 class Target(_Frozen):

@@ -11,7 +11,10 @@ from typing import Any
 from slipcast.engine.accounting import Accounts, account
 from slipcast.engine.budget import predict_bytes, weigh_verdict
 from slipcast.engine.build import build_on_meta, unknown_arguments
+from slipcast.engine.codecs.base import Codec
 from slipcast.engine.devices import Device, resolve_device
+from slipcast.engine.file_codec import file_codec
+from slipcast.engine.fp8_probe import probe_fp8
 from slipcast.engine.model_tensors import model_tensors
 from slipcast.engine.module_precision import ModuleChoices, ModuleChooser
 from slipcast.engine.plan import Bytes, Decision, FileTensor, Origin, Plan, Request, Target
@@ -24,7 +27,7 @@ from slipcast.registry.identify import Match
 from slipcast.registry.quantisation import count_formats
 from slipcast.registry.settings import Settings
 
-LOADABLE_FORMATS = frozenset({"plain", "fp8_scaled", "fp8_raw"})
+LOADABLE_FORMATS = frozenset({"plain", "fp8_scaled", "fp8_raw", "nvfp4", "mxfp8", "int8", "int8_convrot", "gguf"})
 
 _LOADED_BY = {
     "bnb_nf4": "diffusers with bitsandbytes",
@@ -66,14 +69,19 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
     accounts = account(match, shapes, tensors.ties, others=others, unexpected=settings.unexpected)
     refuse_other_kinds(match, accounts, {**tensors.parameters, **tensors.persistent})
     dtype = decide_dtype(settings.dtype, match.family.precision, match.bundles.values(), device, saved.compute_dtype)
-    fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values())
+    fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values(), lambda: probe_fp8(device))
     rules = Rules.of(match.family.precision)
+    codecs = _codecs(match, accounts)
     tied = frozenset(chain.from_iterable(tensors.ties.items()))
 
     def planned(fp8_mode: str) -> tuple[ModuleChoices, tuple[Target, ...], Bytes]:
-        chooser = ModuleChooser(match, accounts, tied, rules, saved, dtype.engaged, fp8_mode, settings.fp8.remainder)
+        chooser = ModuleChooser(
+            match, accounts, codecs, tied, rules, saved, dtype.engaged, fp8_mode, settings.fp8.remainder
+        )
         modules = chooser.choose(model)
-        maker = TargetMaker(match, accounts, modules.by_weight, saved, rules, dtype.engaged, device, settings.mmap)
+        maker = TargetMaker(
+            match, accounts, codecs, modules.by_weight, saved, rules, dtype.engaged, device, settings.mmap
+        )
         targets = tuple(maker.targets(tensors))
         return modules, targets, predict_bytes(targets, match, device, settings)
 
@@ -99,6 +107,13 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         verdict=weigh_verdict(bytes_, device, settings, fp8, match.family, lambda: planned("storage")[2]),
         notes=(*notes, *match.guesses, *match.everything.problems),
     )
+
+
+def _codecs(match: Match, accounts: Accounts) -> dict[str, Codec]:
+    """The codec of each weight of the file that is used and in codes."""
+    hint = match.family.precision.nvfp4_layout
+    found = {name: file_codec(match.everything.weights[name], hint) for name in accounts.shapes}
+    return {name: codec for name, codec in found.items() if codec is not None}
 
 
 def refuse_formats(match: Match) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from slipcast.engine.devices import Device
-from slipcast.engine.kept_codes import FLOAT8_FORMATS
+from slipcast.engine.fp8_probe import Probe
 from slipcast.engine.plan import Decision
 from slipcast.registry.family import Family, Precision
 from slipcast.registry.keymap.place import Place, parse_place
 from slipcast.registry.quantisation import Bundle
 
+FLOAT8_FORMATS = frozenset({"fp8_scaled", "fp8_raw"})
 TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -59,22 +60,38 @@ def _family_dtype(precision: Precision, bundles: Iterable[Bundle]) -> tuple[str,
     return most, f"most bytes of the file's unquantised matrices are {most}"
 
 
-def decide_fp8(requested: str, family: Family, bundles: Iterable[Bundle]) -> Decision:
-    """Whether weights are kept in fp8, and whether they are multiplied in it."""
-    in_file = any(bundle.format in FLOAT8_FORMATS for bundle in bundles)
-    support = family.precision.fp8.storage
+def decide_fp8(requested: str, family: Family, bundles: Iterable[Bundle], probe: Callable[[], Probe]) -> Decision:
+    """What is done about fp8.
+
+    Engaged is ``off`` (every weight in the compute dtype), ``keep`` (codes of other formats stay as they are),
+    ``storage`` (weights in float8, products in the compute dtype) or ``compute`` (products in float8 as well).
+
+    Args:
+        requested: auto, off, storage or compute.
+        family: for whether fp8 suits it.
+        bundles: the file's weights.
+        probe: whether the device multiplies in float8; asked only where that is wanted.
+    """
+    formats = {bundle.format for bundle in bundles} - {"plain"}
+    others = ", ".join(sorted(formats - FLOAT8_FORMATS))
+    in_fp8 = bool(formats & FLOAT8_FORMATS)
+    storage, compute = family.precision.fp8.storage, family.precision.fp8.compute
     if requested == "off":
         engaged, reason = "off", "as requested"
-    elif requested == "auto" and not in_file:
+    elif others and not in_fp8:
+        engaged, reason = "keep", f"the file's weights are quantised already ({others}) and stay as they are"
+    elif requested == "auto" and not in_fp8:
         engaged, reason = "off", "the file holds no fp8 weights"
-    elif not support.supported:
-        engaged, reason = "off", f"{family.id}: {support.reason}"
+    elif not storage.supported:
+        engaged, reason = "off", f"{family.id}: {storage.reason}"
     elif requested == "auto":
         engaged, reason = "storage", "the file's fp8 weights are kept as they are"
-    elif requested == "compute":
-        engaged, reason = "storage", "fp8 compute is not available in this version"
+    elif requested == "compute" and not compute.supported:
+        engaged, reason = "storage", f"{family.id}: {compute.reason}"
+    elif requested == "compute" and not (probed := probe()).ok:
+        engaged, reason = "storage", f"the device does not multiply in float8: {probed.reason}"
     else:
-        engaged, reason = "storage", "as requested"
+        engaged, reason = requested, "as requested" if requested == "storage" else f"as requested: {probed.reason}"
     return Decision(requested=requested, engaged=engaged, reason=reason)
 
 

@@ -39,7 +39,13 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 class Reader(Protocol):
-    """Gives the elements of a tensor of the file, on the CPU."""
+    """Gives the elements of a tensor of the file, on the CPU.
+
+    Attributes:
+        lasting: whether results stay valid after the next call.
+    """
+
+    lasting: bool
 
     def elements(self, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
         """Elements ``start`` to ``stop`` of a tensor, row-major, as one dimension.
@@ -93,6 +99,8 @@ def is_aligned(tensor: TensorInfo, rows: tuple[int, int] | None = None) -> bool:
 class MappedReader:
     """Views of privately mapped files: nothing is read before it is touched; writes leave the file alone."""
 
+    lasting = True
+
     def __init__(self, header: Header) -> None:
         self._header = header
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -120,6 +128,8 @@ class MappedReader:
 
 class BufferedReader:
     """Reads into one buffer that grows to the largest request and is reused."""
+
+    lasting = False
 
     def __init__(self, header: Header, *, pinned: bool = False) -> None:
         self._header = header

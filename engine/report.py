@@ -57,7 +57,8 @@ class Report:
             if name in _REFUSABLE and decision.requested not in ("auto", decision.engaged)
         )
         variant = f" ({plan.origin.variant})" if plan.origin.variant else ""
-        storage = "fp8" if quantised else plan.compute_dtype
+        codes = dict.fromkeys(module.precision for module in plan.modules if module.codec is not None)
+        storage = " and ".join(codes) or plan.compute_dtype
         return (
             f"{plan.origin.family}{variant}: storage {storage}, compute {plan.compute_dtype}, "
             f"{plan.bytes.resident / _MIB:,.1f} MiB predicted, {self.resident / _MIB:,.1f} MiB resident "

@@ -9,10 +9,12 @@ from math import prod
 import torch
 
 from slipcast.engine.accounting import Accounts
+from slipcast.engine.chunks import is_cut
 from slipcast.engine.codecs.base import CODES, Codec
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.devices import Device
-from slipcast.engine.kept_codes import file_codec, saved_codec
+from slipcast.engine.file_codec import part_tensors
+from slipcast.engine.kept_codes import saved_codec
 from slipcast.engine.model_tensors import ModelTensors
 from slipcast.engine.module_precision import WeightChoice
 from slipcast.engine.plan import Kind, Piece, Stored, Target
@@ -35,6 +37,7 @@ class TargetMaker:
     Attributes:
         match: the identified checkpoint.
         accounts: which pieces of the file make which tensor.
+        codecs: the codec of each weight of the file that is in codes.
         weights: the choice for each weight that a rule bears on.
         saved: what a config.json says of layers that slipcast quantised.
         rules: the family's precision rules.
@@ -45,6 +48,7 @@ class TargetMaker:
 
     match: Match
     accounts: Accounts
+    codecs: Mapping[str, Codec]
     weights: Mapping[str, WeightChoice]
     saved: SavedQuantisation
     rules: Rules
@@ -121,10 +125,11 @@ class TargetMaker:
 
     def _with_codec(self, name: str, piece: Piece, saved: Codec | None) -> Piece:
         bundle = self.match.everything.weights[piece.source]
-        codec = file_codec(bundle)
+        codec = self.codecs.get(piece.source)
         if codec is not None and saved is not None:
             codec = saved_codec(self.match.header, name, bundle, saved)
-        return piece if codec is None else piece.model_copy(update={"codec": codec.name})
+        named = None if codec is None else codec.name
+        return piece.model_copy(update={"codec": named, "shape": self.accounts.shapes[piece.source]})
 
     def _dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         if not tensor.is_floating_point():
@@ -135,8 +140,12 @@ class TargetMaker:
         """Whether bytes of the file can be the model's tensor as they lie there."""
         if not self.mmap or self.device.kind != "cpu" or len(pieces) > 1 or pieces[0].operation not in _VIEWS:
             return False
-        tensor = self.match.everything.weights[pieces[0].source].weight
-        return torch_dtype(tensor) is dtype and is_aligned(tensor, pieces[0].source_rows)
+        (piece,) = pieces
+        bundle = self.match.everything.weights[piece.source]
+        if piece.codec is None:
+            return torch_dtype(bundle.weight) is dtype and is_aligned(bundle.weight, piece.source_rows)
+        codes = part_tensors(bundle, codec_named(piece.codec))[CODES]
+        return is_cut(piece) and torch_dtype(codes).itemsize == dtype.itemsize and is_aligned(codes, piece.source_rows)
 
 
 def refuse_other_kinds(match: Match, accounts: Accounts, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -149,7 +158,7 @@ def refuse_other_kinds(match: Match, accounts: Accounts, tensors: Mapping[str, t
         f"{bundle.name} {bundle.weight.dtype}, for {name} {str(tensors[name].dtype).removeprefix('torch.')}"
         for name, pieces in accounts.pieces.items()
         for bundle in (match.everything.weights[piece.source] for piece in pieces)
-        if _kind(torch_dtype(bundle.weight)) != _kind(tensors[name].dtype)
+        if bundle.is_plain and _kind(torch_dtype(bundle.weight)) != _kind(tensors[name].dtype)
     ]
     if wrong:
         raise AccountingError(

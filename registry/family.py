@@ -177,6 +177,10 @@ class Precision(_Section):
     keep_fp32: Several[Text] = ()
     """Modules that stay in float32, in the model's names."""
 
+    nvfp4_layout: Literal["comfy", "linear"] | None = None
+    """How to read nvfp4 files in which nothing tells the byte layout: `comfy` has the high nibble first and swizzled
+    scales, `linear` the low nibble first. Left out where no such file is known."""
+
     fp8: Fp8
     """What float8 does to the family. Never left out: where it does not work, say why."""
 

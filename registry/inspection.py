@@ -1,4 +1,4 @@
-"""What a checkpoint is, as one value: the answer of ``slipcast inspect``. Made without torch, without reading weights."""
+"""What a checkpoint is, as one value: the answer of ``slipcast inspect``. Made without torch and weights."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _contradiction(marked: object, weight: TensorInfo) -> str:
 def nvfp4_layout(weight: TensorInfo, scale: TensorInfo | None, described: bool) -> Literal["comfy", "linear"] | None:
     """In which of nvfp4's two byte layouts a layer is, where that can be seen.
 
-    A layer that the file describes is in the layout of the program that describes: high nibble first, scales swizzled and
+    A layer that the file describes is in the layout of the program that describes: high nibble first, scales swizzled,
     padded to 128 rows and 4 columns. Else the scale's shape tells, unless padding leaves it as it is.
     """
     if described:

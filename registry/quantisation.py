@@ -29,6 +29,7 @@ from slipcast.registry.side_tensors import (
 
 _MARKER_LIMIT = 4096
 _INTEGER_CODES = frozenset({"U8", "I8", "I32"})
+_PADDED = {"nvfp4": 16, "mxfp8": 32}
 _PACKED_WEIGHTS = ("qweight", "weight_packed", "int8_weight")
 
 
@@ -60,6 +61,13 @@ class Bundle:
     def is_plain(self) -> bool:
         """Whether the tensor's own values are the weight."""
         return self.format == "plain"
+
+    def pads(self, shape: Shape) -> bool:
+        """Whether the codes hold a weight of this logical shape, padded to whole blocks."""
+        block = _PADDED.get(self.format)
+        if block is None or len(shape) != 2 or len(self.shape) != 2:
+            return False
+        return self.shape == shape or self.shape == tuple(-(-length // block) * block for length in shape)
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:

@@ -147,17 +147,15 @@ def _sources(target) -> list[str]:
     return [piece.source for piece in target.pieces]
 
 
-def test_an_int8_file_is_named_and_refused(tmp_path: Path) -> None:
+def test_an_int8_file_is_kept_as_it_is(tmp_path: Path) -> None:
     path = write_checkpoint(recorded("z-image-turbo--comfy-int8-convrot"), tmp_path / "m.safetensors")
-    count = slipcast.inspect(path).formats["int8_convrot"]
-    assert count > 100
-    with pytest.raises(UnsupportedFormatError) as caught:
-        slipcast.plan(path, device="cpu")
-    assert f"int8_convrot ({count} weights)" in caught.value.found
-    assert "fp8_scaled" in caught.value.expected
-    assert caught.value.hint == "use a bf16 or fp8 version of the checkpoint"
-    with pytest.raises(UnsupportedFormatError):
-        slipcast.load(path, device="cpu")
+    plan = slipcast.plan(path, device="cpu")
+    in_codes = [target for target in plan.targets if target.how == "keep"]
+    assert {target.codec for target in in_codes} == {"int8/row/convrot256"}
+    assert len({piece.source for target in in_codes for piece in target.pieces}) == 202
+    assert plan.folded == {}
+    assert plan.settings["fp8"].engaged == "keep"
+    assert "int8_convrot" in plan.settings["fp8"].reason
 
 
 @pytest.mark.parametrize(
@@ -225,7 +223,7 @@ def test_a_card_that_is_not_there(published: Path) -> None:
     assert for_4.advice.endswith("does not fit either")
     small = slipcast.plan(published, device="cuda:8.6,4GiB", dtype="bfloat16", fp8="storage").verdict
     assert small is not None
-    assert small.advice == "the weights are in fp8 already: this device can't hold them whole"
+    assert small.advice == "the weights are quantised already: this device can't hold them whole"
 
 
 def test_a_card_whose_memory_is_just_enough(tiny: Path) -> None:

@@ -118,6 +118,13 @@ class Codec(ABC):
         """
         raise NotImplementedError(self.name)
 
+    def tile_rows(self, shape: Shape) -> int:  # noqa: ARG002 - most formats are cut anywhere
+        """Parts can be cut between rows that are a multiple of this many, each part at the same rows.
+
+        All rows of the shape where they can't be cut at all. ``select_rows`` takes rows out anywhere.
+        """
+        return 1
+
     def for_axis(self, axis: int) -> Codec:  # noqa: ARG002 - most formats hold matrices alone
         """This codec for weights whose outputs lie on the given axis: 1 for transposed convolutions, else 0."""
         return self

@@ -62,6 +62,10 @@ class GGUF(Codec):
         rows = shape[0] if whole_rows else 1
         return {CODES: Part(torch.uint8, (rows, nbytes // rows))}
 
+    def tile_rows(self, shape: Shape) -> int:
+        """Any row, unless blocks run across rows."""
+        return 1 if self._parts(shape)[CODES].shape[0] == shape[0] else shape[0]
+
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         """The blocks' elements, computed in float32 some millions at a time, cast once."""
         blocks = parts[CODES].reshape(-1, self._block.nbytes)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from slipcast.engine.codecs.base import CODES, SCALE, Codec, Part, Parts, Shape, bits, multiplied
 from slipcast.engine.codecs.chunks import row_amax, row_chunks, scratch_for
-from slipcast.engine.codecs.swizzle import round_up, swizzle, swizzled_shape, unswizzle
+from slipcast.engine.codecs.swizzle import TILE_ROWS, round_up, swizzle, swizzled_shape, unswizzle
 
 _BLOCK = 32
 _BIAS = 127
@@ -49,6 +49,10 @@ class MXFP8(Codec):
             CODES: Part(torch.float8_e4m3fn, (rows, columns)),
             SCALE: Part(torch.uint8, swizzled_shape(rows, columns // _BLOCK)),
         }
+
+    def tile_rows(self, shape: Shape) -> int:  # noqa: ARG002
+        """Scales lie in tiles of 128 rows."""
+        return TILE_ROWS
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         """``codes * 2**(e - 127)``, without the padding."""

@@ -17,7 +17,7 @@ from torch.nn.functional import embedding, pad
 from slipcast.engine.codecs.base import CODES, SCALE, Codec, Part, Parts, Shape
 from slipcast.engine.codecs.chunks import row_amax, row_chunks, scale_for, scratch_for
 from slipcast.engine.codecs.constants import kept
-from slipcast.engine.codecs.swizzle import round_up, swizzle, swizzled_shape, unswizzle
+from slipcast.engine.codecs.swizzle import TILE_ROWS, round_up, swizzle, swizzled_shape, unswizzle
 
 SCALE_2 = "scale_2"
 
@@ -74,6 +74,10 @@ class NVFP4(Codec):
             SCALE: Part(torch.float8_e4m3fn, swizzled_shape(*grid) if self.layout == "comfy" else grid),
             SCALE_2: Part(torch.float32, ()),
         }
+
+    def tile_rows(self, shape: Shape) -> int:  # noqa: ARG002
+        """In the comfy layout scales lie in tiles of 128 rows."""
+        return TILE_ROWS if self.layout == "comfy" else 1
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         """``magnitude * scale * scale_2`` in float32, without the padding, cast once."""

@@ -54,6 +54,10 @@ class ScaledCodec(Codec):
         """True: each row is decoded by its own scale, or by the one of all."""
         return self.axis == 0
 
+    def tile_rows(self, shape: Shape) -> int:
+        """Every row has its scale, unless outputs lie on axis 1."""
+        return shape[0] if self.axis else 1
+
     def for_axis(self, axis: int) -> Self:
         """The codec with its scales along the given axis."""
         return replace(self, axis=axis) if self.granularity == "row" else self

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ROWS, _COLUMNS = 128, 4
+TILE_ROWS, _COLUMNS = 128, 4
 
 
 def swizzled_shape(rows: int, columns: int) -> tuple[int, int]:
     """Shape of the padded grid for scales of so many rows and block columns."""
-    return round_up(rows, _ROWS), round_up(columns, _COLUMNS)
+    return round_up(rows, TILE_ROWS), round_up(columns, _COLUMNS)
 
 
 def swizzle(grid: Tensor) -> Tensor:
@@ -22,14 +22,14 @@ def swizzle(grid: Tensor) -> Tensor:
     shape = swizzled_shape(*grid.shape)
     padded = torch.zeros(shape, dtype=torch.uint8, device=grid.device)
     padded[: grid.shape[0], : grid.shape[1]] = grid.view(torch.uint8)
-    tiles = padded.view(shape[0] // _ROWS, 4, 32, shape[1] // _COLUMNS, _COLUMNS)
+    tiles = padded.view(shape[0] // TILE_ROWS, 4, 32, shape[1] // _COLUMNS, _COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(shape).view(grid.dtype)
 
 
 def unswizzle(stored: Tensor, rows: int, columns: int) -> Tensor:
     """The inverse: the grid ``[rows, columns]`` out of the padded matrix."""
     shape = swizzled_shape(rows, columns)
-    tiles = stored.view(torch.uint8).reshape(shape[0] // _ROWS, shape[1] // _COLUMNS, 32, 4, _COLUMNS)
+    tiles = stored.view(torch.uint8).reshape(shape[0] // TILE_ROWS, shape[1] // _COLUMNS, 32, 4, _COLUMNS)
     grid = tiles.permute(0, 3, 2, 1, 4).reshape(shape)[:rows, :columns]
     return grid.contiguous().view(stored.dtype)
 

@@ -1,0 +1,92 @@
+"""One weight of the file, ready to be read by rows: as values, or as the parts of its codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from slipcast.engine.codecs.base import CODES, Codec, Part
+from slipcast.engine.file_codec import matrix_shape, part_tensors
+from slipcast.engine.reader import Reader, torch_dtype
+from slipcast.registry.header import Shape, TensorInfo
+from slipcast.registry.quantisation import Bundle
+
+
+@dataclass(frozen=True, slots=True)
+class FileWeight:
+    """A weight of the file.
+
+    Attributes:
+        bundle: its tensors.
+        codec: the codec that it is in, or None where its values lie there.
+        shape: its logical shape, without padding.
+        reader: what reads the file.
+        device: where values and parts are wanted.
+    """
+
+    bundle: Bundle
+    codec: Codec | None
+    shape: Shape
+    reader: Reader
+    device: torch.device
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight; of one without axes one."""
+        return self.shape[0] if self.shape else 1
+
+    def values(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of the weight, ``[stop - start, ...]``: in the file's dtype, or dequantised and cast to ``dtype``."""
+        shape = (stop - start, *self.shape[1:])
+        if self.codec is None:
+            width = prod(self.shape[1:])
+            return self.reader.elements(self.bundle.weight, start * width, stop * width).to(self.device).view(shape)
+        return self.codec.decode(self.parts(start, stop), matrix_shape(shape), dtype).view(shape)
+
+    def parts(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """The codec's parts for some rows: views of a mapped file wherever nothing has to be changed."""
+        assert self.codec is not None
+        matrix = matrix_shape(self.shape)
+        tile = self.codec.tile_rows(matrix)
+        cuts = start % tile == 0 and (stop % tile == 0 or stop == self.rows)
+        found = self._parts(start, stop) if cuts else self._parts(0, self.rows)
+        return found if cuts else self.codec.select_rows(found, torch.arange(start, stop, device=self.device))
+
+    def selected(self, ranges: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        """The parts of the weight that consists of several ranges of rows, in this order."""
+        assert self.codec is not None
+        if len(ranges) == 1:
+            return self.parts(*ranges[0])
+        rows = torch.cat([torch.arange(*each, device=self.device) for each in ranges])
+        return self.codec.select_rows(self._parts(0, self.rows), rows)
+
+    def _parts(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Parts that are cut out of the file's tensors.
+
+        The codes come last, since a reader's buffer holds one tensor at a time.
+        """
+        assert self.codec is not None
+        whole = self.codec.parts(matrix_shape(self.shape))
+        tensors = part_tensors(self.bundle, self.codec)
+        last = stop == self.rows
+        found = {
+            name: self._part(tensors[name], whole[name], start, None if last else stop, keep=name != CODES)
+            for name in sorted(whole, key=lambda name: name == CODES)
+        }
+        return {name: found[name] for name in whole}
+
+    def _part(self, tensor: TensorInfo, part: Part, start: int, stop: int | None, *, keep: bool) -> torch.Tensor:
+        """Rows of one part in the codec's dtype, a scalar whole; ``keep`` where it has to outlast the next read."""
+        rows = part.shape[0] if part.shape else 1
+        start, stop = (start, rows if stop is None else stop) if part.shape else (0, 1)
+        width = prod(part.shape[1:])
+        values = self.reader.elements(tensor, start * width, stop * width)
+        if torch_dtype(tensor).itemsize == part.dtype.itemsize:
+            values = values.view(part.dtype).to(self.device)
+        else:
+            values = values.to(self.device, part.dtype)
+        if keep and not self.reader.lasting and self.device.type == "cpu":
+            values = values.clone()
+        return values.view((stop - start, *part.shape[1:]) if part.shape else ())
