@@ -235,13 +235,23 @@ class TestFilesThatDoNotAddUp:
 
 
 @pytest.mark.parametrize("command", LOADING)
-def test_a_format_that_is_recognised_but_not_loaded(folder, command):
-    path = write_checkpoint(recorded("z-image-turbo--comfy-int8-convrot"), folder / "model.safetensors")
-    formats = json_of("inspect", path)["formats"]
+def test_a_format_that_is_recognised_but_not_loaded(folder, tensors, command):
+    native = natively(tensors)
+    name = "layers.0.feed_forward.w1.weight"
+    codes = native[name].numel() // 2
+    native[name] = torch.zeros(codes, 1, dtype=torch.uint8)
+    native[f"{name}.absmax"] = torch.ones(codes // 32)
+    native[f"{name}.quant_map"] = torch.linspace(-1, 1, 16)
+    native[f"{name}.quant_state.bitsandbytes__nf4"] = torch.frombuffer(
+        bytearray(b'{"blocksize": 64}'), dtype=torch.uint8
+    )
+    path = folder / "model.safetensors"
+    save_file(native, path)
+    assert json_of("inspect", path)["formats"]["bnb_nf4"] == 1
     error = refused(folder, command, path)
     assert error["error"] == "UnsupportedFormatError"
-    assert f"int8_convrot ({formats['int8_convrot']} weights)" in error["found"]
-    assert "bf16 or fp8 version" in error["hint"]
+    assert "not supported yet: bnb_nf4 (1 weights)" in error["found"]
+    assert error["hint"] == "load it with diffusers with bitsandbytes"
 
 
 @pytest.mark.parametrize("command", [*READING, "families"])
