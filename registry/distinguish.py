@@ -81,7 +81,8 @@ def _greedy_cover(masks: Mapping[str, int], wanted: int) -> tuple[str, ...]:
 def mentioned_by(family: Family) -> Known:
     """Whether a family file speaks of a tensor: as evidence, in its key map, or in an expression."""
     evidence = set(family.identify.has)
-    evidence |= {found for text in _texts([*family.let.values(), *family.config.values()]) for found in _PLACE.findall(text)}
+    for text in _texts([*family.let.values(), *family.config.values()]):
+        evidence.update(_PLACE.findall(text))
     places = [place for rule in family.key_map.rules for place in rule.files if _is_plain(place)]
 
     def has(name: str) -> bool:

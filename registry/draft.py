@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 
 from slipcast.registry.catalogue import Catalogue
 from slipcast.registry.claims import ask, strip_prefix
@@ -80,12 +80,16 @@ def draft_family(
     _refuse_known(header, weights, catalogue)
     prefix = guess_prefix(weights, {prefix for family in catalogue.values() for prefix in family.prefixes})
     names = Names({name: bundle.shape for name, bundle in strip_prefix(weights, prefix).items()})
-    others: dict[str, Known] = {f"the family {family.id}": mentioned_by(family) for family in catalogue.values()}
-    others |= {
-        f"the recorded header {name}": _bearing(frozenset(there), catalogue, prefix)
-        for name, there in (known or {}).items()
-    }
+    others: dict[str, Known] = {f"family {family.id}": mentioned_by(family) for family in catalogue.values()}
+    others |= {f"header {name}": _bearing(frozenset(has), catalogue, prefix) for name, has in (known or {}).items()}
     evidence, inseparable = distinguishing_names(names, others)
+    if not evidence:
+        raise IdentificationError(
+            "no tensor whose name could stand in a family file",
+            expected="names of letters, digits, hyphens and underscores, parted by dots",
+            hint="rename the tensors",
+            path=header.path,
+        )
     facts = DraftFacts(
         id=id_,
         kind=kind or guess_kind(names),
@@ -114,7 +118,8 @@ def guess_prefix(names: Iterable[str], known: Iterable[str]) -> str:
     for prefix in sorted(known, key=len, reverse=True):
         if prefix and 2 * sum(name.startswith(prefix) for name in names) > len(names):
             return prefix
-    common = commonprefix(names)
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(min(names), max(names), strict=False))
+    common = "".join(letter for letter, _ in shared)
     common = common[: common.rfind(".") + 1]
     deeper = {name[len(common) :].partition(".")[0] for name in names}
     return common if len(deeper) > 2 and _PREFIX.fullmatch(common) else ""

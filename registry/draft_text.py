@@ -14,8 +14,10 @@ from slipcast.registry.templates import Template, block_lists, templates
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _WORDS = frozenset({"null", "true", "false", "Null", "True", "False", "NULL", "TRUE", "FALSE"})
+_HEAD_NORMS = frozenset({"q_norm", "norm_q", "query_norm"})
 _COLUMN = 56
 _MOST_TEMPLATES = 400
+_MOST_INSEPARABLE = 12
 _LONGEST_COMMENT = 150
 
 
@@ -55,7 +57,7 @@ def draft_text(facts: DraftFacts) -> str:
 def _head(facts: DraftFacts) -> Iterator[str]:
     yield "# Drafted from one checkpoint. Everything marked TODO is for a human to decide; 'slipcast check FILE' helps."
     yield "schema: 1"
-    yield f"id: {facts.id}"
+    yield f"id: {_quoted(facts.id)}"
     yield _remark(f"title: {_quoted(facts.id)}", "TODO: the name as people write it")
     yield _remark(f"kind: {facts.kind}", "TODO: guessed; denoiser, text_encoder, vae or controlnet")
     yield _remark(f"model: {facts.model}", "TODO: the class to build, diffusers.Name or transformers.Name")
@@ -72,13 +74,13 @@ def _identify(facts: DraftFacts) -> Iterator[str]:
     yield "  # which control nets lack, and one that the model class has under another name, to tell the two namings."
     yield f"  has: [{', '.join(map(_quoted, facts.evidence))}]"
     if facts.inseparable:
-        yield _comment(f"TODO: have all of these names too: {', '.join(facts.inseparable)}", 2)
-        yield "  # If they are of another family, say what only they have: hasnt: [name]"
+        yield "  # TODO: these have all of these names too. If they are another family's, say hasnt: [a name of theirs]"
+        yield from (_comment(f"  {name}", 2) for name in facts.inseparable[:_MOST_INSEPARABLE])
     yield ""
 
 
 def _config(facts: DraftFacts) -> Iterator[str]:
-    yield "# Constructor arguments. TODO: give those that the header shows an expression, and add the constants that differ"
+    yield "# Constructor arguments. TODO: an expression for each that the header shows, and the constants that differ"
     yield "# from the class's defaults. Guesses, with what they come to here:"
     yield "config: {}"
     for expression, value in guesses(facts.names):
@@ -100,25 +102,17 @@ def guesses(names: Names) -> Iterator[tuple[str, int]]:
     sizes = Counter(size for shape in matrices.values() for size in shape)
     width = sizes.most_common(1)[0][0] if sizes else 0
     outer = {name: shape for name, shape in matrices.items() if not any(part.isdigit() for part in name.split("."))}
-    for name, shape in {**outer, **matrices}.items():
-        if shape[0] == width:
-            yield f"size({name}, 0)", width
-            break
-    for name, shape in outer.items():
-        if shape[0] == width != shape[1]:
-            yield f"size({name}, 1)", shape[1]
-    for name, shape in names.items():
-        parts = name.split(".")
-        if len(shape) == 1 and "norm" in name and {"q_norm", "norm_q", "query_norm"} & set(parts):
-            if _PLAIN.fullmatch(name):
-                yield f"size({name}, 0)", shape[0]
-            break
+    wide = [name for name, shape in {**outer, **matrices}.items() if shape[0] == width]
+    yield from ((f"size({name}, 0)", width) for name in wide[:1])
+    yield from ((f"size({name}, 1)", shape[1]) for name, shape in outer.items() if shape[0] == width != shape[1])
+    heads = [name for name in names if _HEAD_NORMS & set(name.split(".")) and _PLAIN.fullmatch(name)]
+    yield from ((f"size({name}, 0)", names[name][0]) for name in heads[:1] if len(names[name]) == 1)
 
 
 def _keys(facts: DraftFacts) -> Iterator[str]:
     found = [template for template in templates(facts.names) if _PLAIN.fullmatch(_unholed(template.place))]
-    yield "# Names in the file, and what they are in the model's. What has no entry keeps its name. TODO: an entry for each"
-    yield "# of these places that the model class has under another name:"
+    yield "# Names in the file, and what they are in the model's. What has no entry keeps its name. TODO: an entry for"
+    yield "# each of these places that the model class has under another name:"
     yield "keys: {}"
     for template in found[:_MOST_TEMPLATES]:
         yield _comment(_described(template))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipcast.engine.check.proof import Proof
-from slipcast.engine.check.records import Records
-from slipcast.engine.check.run import PROOFS, check_families, lead_proof, recorded_headers
+from slipcast.engine.check.records import Records, recorded_headers
+from slipcast.engine.check.run import PROOFS, check_families, lead_proof
 from slipcast.engine.check.subject import subject_of
 from slipcast.registry.catalogue import load_catalogue, load_family_file
 from slipcast.registry.errors import FamilyFileError, SettingsError

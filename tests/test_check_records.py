@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slipcast.engine.check.records import Records, expand_name
-from slipcast.engine.check.run import recorded_headers
+from slipcast.engine.check.records import Records, expand_name, recorded_headers
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.errors import HeaderError
 from slipcast.registry.quantisation import assemble

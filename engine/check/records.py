@@ -7,18 +7,20 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from slipcast.registry.dtypes import DTYPE_BITS
-from slipcast.registry.errors import HeaderError
+from slipcast.registry.errors import HeaderError, SettingsError
 from slipcast.registry.header import Header, Shape, TensorInfo
 from slipcast.registry.quantisation import Bundles, assemble
 from slipcast.registry.side_tensors import MARKER
 from slipcast.registry.untrusted_files import read_json_object
 
+PACKAGE = "slipcast.families"
 _LIMIT_MIB = 16
 _UNKNOWN_DTYPE = "BF16"
 _HOLE = re.compile(r"\{([0-9,-]+)\}")
@@ -117,6 +119,36 @@ class Records:
         if not path.exists():
             path.write_bytes(b"".join(_MARKERS))
         return path
+
+
+def builtin_folder() -> Path:
+    """The folder of the built-in family files."""
+    return Path(str(resources.files(PACKAGE)))
+
+
+def recorded_headers(named: Path | None = None) -> Path | None:
+    """The folder of the recorded headers.
+
+    Args:
+        named: the folder that the user names; else that of the repository that slipcast runs from.
+
+    Returns:
+        The folder; None where none is named and slipcast runs from an installed package.
+
+    Raises:
+        SettingsError: the named folder is not there.
+    """
+    folder = named or builtin_folder().parent / "tests" / "data" / "headers"
+    if folder.is_dir():
+        return folder
+    if named is None:
+        return None
+    raise SettingsError(
+        f"the folder of headers {named}",
+        expected="a folder of recorded headers, NAME.json each",
+        hint="name tests/data/headers of a copy of the repository",
+        field="headers",
+    )
 
 
 def expand_name(compact: str) -> Iterator[str]:

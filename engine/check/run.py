@@ -19,8 +19,8 @@ from slipcast.engine.check.model_proofs import (
     prove_way_back,
 )
 from slipcast.engine.check.proof import CheckedFamily, Outcome, Proof
-from slipcast.engine.check.records import Records
-from slipcast.engine.check.subject import Subject, builtin_folder, file_of, subject_of
+from slipcast.engine.check.records import Records, recorded_headers
+from slipcast.engine.check.subject import Subject, file_of, subject_of
 from slipcast.engine.check.value_proofs import prove_converter, prove_forward, prove_values
 from slipcast.registry.catalogue import Catalogue, load_catalogue, load_family_file
 from slipcast.registry.errors import SettingsError, SlipcastError
@@ -67,13 +67,6 @@ def check_families(
         FamilyFileError: one of the known family files can't be read.
     """
     catalogue = load_catalogue(folders)
-    if headers is not None and not headers.is_dir():
-        raise SettingsError(
-            f"the folder of headers {headers}",
-            expected="a folder of recorded headers, NAME.json each",
-            hint="name tests/data/headers of a copy of the repository",
-            field="headers",
-        )
     ids = [name for name in names if not _is_file(name)]
     for id_ in ids:
         if id_ not in catalogue:
@@ -83,18 +76,12 @@ def check_families(
                 hint=did_you_mean(id_, catalogue, "add the folder of its file to the setting families"),
                 field="family",
             )
-    with _records(headers or recorded_headers()) as records:
+    with _records(recorded_headers(headers)) as records:
         for name in names or catalogue:
             if name in ids or not names:
                 yield _check(catalogue[name], file_of(catalogue[name]), catalogue, records)
             else:
                 yield _check_file(Path(name), catalogue, records)
-
-
-def recorded_headers() -> Path | None:
-    """The recorded headers of the repository that slipcast runs from; None in an installed package."""
-    folder = builtin_folder().parent / "tests" / "data" / "headers"
-    return folder if folder.is_dir() else None
 
 
 def _is_file(name: str) -> bool:

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import resources
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from types import MappingProxyType
 from torch import nn
 
 from slipcast.engine.build import build_on_meta
-from slipcast.engine.check.records import Records
+from slipcast.engine.check.records import PACKAGE, Records, builtin_folder
 from slipcast.engine.model_tensors import ModelTensors, model_tensors
 from slipcast.registry.catalogue import Catalogue
 from slipcast.registry.errors import CheckError, SlipcastError
@@ -23,8 +22,6 @@ from slipcast.registry.header import Checkpoint, Header, Shape
 from slipcast.registry.identify import Match, identify
 from slipcast.registry.keymap.matching import RuleTree
 from slipcast.registry.strict_yaml import Document, Where, dotted, load_yaml
-
-_PACKAGE = "slipcast.families"
 
 
 @dataclass(frozen=True)
@@ -148,14 +145,9 @@ def subject_of(family: Family, path: Path, catalogue: Catalogue, records: Record
         )
 
 
-def builtin_folder() -> Path:
-    """The folder of the built-in family files."""
-    return Path(str(resources.files(_PACKAGE)))
-
-
 def file_of(family: Family) -> Path:
     """The file that a family was read from."""
-    inside = family.source.removeprefix(f"{_PACKAGE}/")
+    inside = family.source.removeprefix(f"{PACKAGE}/")
     return Path(family.source) if inside == family.source else builtin_folder() / inside
 
 
