@@ -13,7 +13,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/slipcast demo
+	$(BIN)/slipcast demo --overwrite
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto

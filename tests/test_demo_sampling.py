@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from slipcast.demo.recognise import count_recognised, held_out, real_digits, train_recogniser
 from slipcast.demo.sampling import draw_noise, integrate, load_captions, model_velocity, sample
+from slipcast.registry.errors import SlipcastError
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "train_digits.py"
 
@@ -102,6 +103,20 @@ def test_each_image_is_given_its_digits_caption():
     assert torch.equal(fed, captions[[4, 2, 4]])
 
 
+def test_progress_counts_images():
+    seen = []
+    sample(
+        Recorder(),
+        torch.zeros(10, 2, 4),
+        [4, 2, 4],
+        seed=0,
+        compute_dtype=torch.float32,
+        batch=2,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(2, 3), (3, 3)]
+
+
 def test_constant_velocity_is_followed_exactly():
     noise = draw_noise(2, seed=0)
     target = noise + 3.0
@@ -147,10 +162,14 @@ def test_same_path_as_the_pipelines_scheduler(small):
 
 @pytest.mark.parametrize(
     ("digits", "wrong", "message"),
-    [([], {}, "0 digits"), ([1], {"batch": 0}, "batches of 0"), ([1], {"steps": 0}, "0 steps")],
+    [
+        ([], {}, "0 digits.*expected: at least one digit"),
+        ([1], {"batch": 0}, "batches of 0.*batches of at least one"),
+        ([1], {"steps": 0}, "0 steps.*expected: at least 1"),
+    ],
 )
 def test_nothing_to_sample_is_refused(digits, wrong, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SlipcastError, match=f"(?s){message}"):
         sample(Recorder(), torch.zeros(10, 2, 4), digits, seed=0, compute_dtype=torch.float32, **wrong)
 
 
@@ -184,7 +203,7 @@ def test_count_is_by_image_and_digit():
     right = labels[seen].tolist()
     assert count_recognised(recogniser, images[seen], right) == 50
     assert count_recognised(recogniser, images[seen], [(digit + 1) % 10 for digit in right]) == 0
-    with pytest.raises(ValueError, match="50 images for 49 digits"):
+    with pytest.raises(SlipcastError, match=r"(?s)50 images for 49 digits.*one digit for each image"):
         count_recognised(recogniser, images[seen], right[1:])
 
 
@@ -322,7 +341,7 @@ def test_training_stops_after_its_time(script, tmp_path, monkeypatch, capsys, to
     config = small_config(script)
     monkeypatch.setattr(script, "CONFIG", config)
     script.main(["--out", str(tmp_path), "--seconds", "0", "--batch", "4", "--device", "cpu"])
-    assert "stopped after 0 s and 1 of 6000 steps" in capsys.readouterr().out
+    assert "stopped after 0 s and 1 of 3000 steps" in capsys.readouterr().out
 
 
 def test_trained_file_stays_under_8_mb(script):

@@ -1,1 +1,1 @@
-"""The demonstration: a small trained checkpoint of handwritten digits, its sampler and a recogniser of samples."""
+"""The demonstration: a small trained checkpoint of digits, its sampler, a recogniser, and what `slipcast demo` does."""

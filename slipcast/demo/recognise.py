@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from slipcast.registry.errors import SlipcastError
+
 if TYPE_CHECKING:
     from sklearn.svm import SVC
 
@@ -64,9 +66,13 @@ def count_recognised(classifier: SVC, images: Tensor, digits: Sequence[int]) -> 
         digits: the ``n`` digits that were asked for.
 
     Raises:
-        ValueError: there are not as many images as digits.
+        SlipcastError: there are not as many images as digits.
     """
     if len(images) != len(digits):
-        raise ValueError(f"{len(images)} images for {len(digits)} digits; give one digit for each image")
+        raise SlipcastError(
+            f"{len(images)} images for {len(digits)} digits",
+            expected="one digit for each image",
+            hint="give the digits that the images were drawn for",
+        )
     seen = classifier.predict(images.detach().float().cpu().flatten(1).numpy())
     return sum(int(found) == digit for found, digit in zip(seen, digits, strict=True))

@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from slipcast.demo.recognise import IMAGE_SIZE
+from slipcast.registry.errors import SlipcastError
 
 CAPTIONS = "captions"
+STEPS = 8
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """From images ``[n, 1, 16, 16]`` and times ``[n]`` to ``dx/dt`` of the images' shape, all float32."""
@@ -53,10 +55,10 @@ def integrate(velocity: Velocity, noise: Tensor, *, steps: int) -> Tensor:
         The end of the path, of the noise's shape and dtype.
 
     Raises:
-        ValueError: ``steps`` is less than 1.
+        SlipcastError: ``steps`` is less than 1.
     """
     if steps < 1:
-        raise ValueError(f"{steps} steps; sampling needs at least 1")
+        raise SlipcastError(f"{steps} steps", expected="at least 1", hint=f"{STEPS} are enough for a clear image")
     x = noise
     for step in range(steps):
         t = torch.full((len(x),), step / steps, dtype=torch.float32, device=x.device)
@@ -70,9 +72,10 @@ def sample(
     digits: Sequence[int],
     *,
     seed: int,
-    steps: int = 8,
+    steps: int = STEPS,
     compute_dtype: torch.dtype,
     batch: int = 50,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Draw one image for each digit.
 
@@ -84,24 +87,31 @@ def sample(
         steps: Euler steps.
         compute_dtype: the dtype that the model is fed; the path itself is followed in float32.
         batch: images per forward. It changes time and memory, not the result beyond rounding.
+        progress: called after each batch with the images drawn so far and in all.
 
     Returns:
         Images ``[len(digits), 1, 16, 16]``, float32 in [-1, 1], on the CPU.
 
     Raises:
-        ValueError: ``digits`` is empty, or ``steps`` or ``batch`` is less than 1.
+        SlipcastError: ``digits`` is empty, or ``steps`` or ``batch`` is less than 1.
     """
     if not digits or batch < 1:
-        raise ValueError(f"{len(digits)} digits in batches of {batch}; sampling needs at least one of each")
+        raise SlipcastError(
+            f"{len(digits)} digits in batches of {batch}",
+            expected="at least one digit, and batches of at least one",
+            hint="name digits to draw; a larger batch takes more memory and less time",
+        )
     device = next(model.parameters()).device
     captions = captions.to(device, compute_dtype)
     noise = draw_noise(len(digits), seed=seed).to(device)
-    images = []
+    images: list[Tensor] = []
     with torch.no_grad():
         for start in range(0, len(digits), batch):
             rows = [captions[digit] for digit in digits[start : start + batch]]
             velocity = model_velocity(model, rows, compute_dtype)
             images.append(integrate(velocity, noise[start : start + batch], steps=steps))
+            if progress is not None:
+                progress(start + len(rows), len(digits))
     return torch.cat(images).clamp(-1, 1).cpu()
 
 
