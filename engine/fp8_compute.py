@@ -69,8 +69,6 @@ def enable_compute_(layer: QuantisedLinear, *, input_scale: Tensor | None) -> Fl
         )
     scale = None if input_scale is None else _scalar(input_scale)
     layer.__class__ = Float8ComputeLinear
-    layer._parameters.pop(INPUT_SCALE, None)
-    layer.__dict__.pop(INPUT_SCALE, None)
     layer.register_buffer(INPUT_SCALE, scale)
     return layer  # type: ignore[return-value]
 

@@ -231,6 +231,25 @@ def test_codes_can_be_moved_copied_and_compared() -> None:
     assert type(layer.state_dict()["weight"]) is Tensor
 
 
+@pytest.mark.parametrize("way", ["deepcopy", "meta", "assigned", "swapped"])
+def test_codes_are_guarded_in_every_copy(way: str) -> None:
+    layer = linear(ROW, True, torch.float32)
+    other = copy.deepcopy(layer)
+    if way == "meta":
+        other.to("meta").to_empty(device="cpu")
+    elif way == "assigned":
+        other.load_state_dict(layer.state_dict(), assign=True)
+    elif way == "swapped":
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            other.half()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+    assert type(other.weight) is type(layer.weight)
+    with pytest.raises(QuantisationError):
+        other.weight.data += torch.ones(32, 64)
+
+
 @pytest.fixture
 def transformer() -> nn.Module:
     """A small diffusers model with layers of all precisions: the second of three blocks is plain."""
