@@ -15,7 +15,14 @@ from torch import Tensor
 from slipcast.engine.codecs.base import SCALE, Codec, multiplied
 from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.layers import QuantisedLinear
-from slipcast.engine.scaled_matmul import ALIGNMENT, FLOAT8, input_scale_obstacle, quantise_rows, scaled_matmul
+from slipcast.engine.scaled_matmul import (
+    ALIGNMENT,
+    FLOAT8,
+    input_scale_obstacle,
+    quantise_rows,
+    scaled_matmul,
+    tensor_scale,
+)
 from slipcast.engine.weight_entries import tensor_name
 from slipcast.registry.errors import QuantisationError
 
@@ -41,13 +48,16 @@ def compute_obstacle(in_features: int, out_features: int, codec: Codec) -> str |
     return None
 
 
-def enable_compute_(layer: QuantisedLinear, *, input_scale: Tensor | None) -> Float8ComputeLinear:
+def enable_compute_(
+    layer: QuantisedLinear, *, input_scale: Tensor | None, per_tensor: bool = False
+) -> Float8ComputeLinear:
     """Let a quantised Linear multiply in float8, in place: it keeps its identity, codes, scales and hooks.
 
     Args:
         layer: on any device, the meta device too. One that multiplies in float8 already takes the new scale.
         input_scale: a static scale of activations, of one element, or None for a scale for each row in each forward.
             Taken over without a copy where it is float32.
+        per_tensor: without a static scale, take one scale for all rows of an input instead of one for each.
 
     Returns:
         The layer.
@@ -70,7 +80,9 @@ def enable_compute_(layer: QuantisedLinear, *, input_scale: Tensor | None) -> Fl
     scale = None if input_scale is None else _scalar(input_scale)
     layer.__class__ = Float8ComputeLinear
     layer.register_buffer(INPUT_SCALE, scale)
-    return layer  # type: ignore[return-value]
+    computing: Float8ComputeLinear = layer  # type: ignore[assignment]
+    computing.per_tensor = per_tensor
+    return computing
 
 
 def _scalar(input_scale: Tensor) -> Tensor:
@@ -93,17 +105,20 @@ class Float8ComputeLinear(QuantisedLinear):
     """A Linear that multiplies in float8. ``enable_compute_`` makes it of a quantised Linear.
 
     Attributes:
-        input_scale: the static scale of activations, float32 ``[]``, or None for a scale for each row.
+        input_scale: the static scale of activations, float32 ``[]``, or None for a scale of each input.
+        per_tensor: whether a scale of each input spans all of its rows; else each row has its own.
     """
 
     input_scale: Tensor | None
+    per_tensor: bool
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in the compute dtype, or in autocast's where that is on."""
         dtype, device = self.compute_dtype, input.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        factors = (input, self.weight.detach(), self._buffers.get(_WEIGHT_SCALE), self.input_scale, dtype)
+        input_scale = tensor_scale(input.detach()) if self.per_tensor and self.input_scale is None else self.input_scale
+        factors = (input, self.weight.detach(), self._buffers.get(_WEIGHT_SCALE), input_scale, dtype)
         if torch.is_grad_enabled() and input.requires_grad:
             result: Tensor = _Product.apply(*factors)
         else:
@@ -117,7 +132,7 @@ class Float8ComputeLinear(QuantisedLinear):
 
     def extra_repr(self) -> str:
         """The quantised layer's, with how activations are scaled."""
-        scaling = "of each row" if self.input_scale is None else "static"
+        scaling = "static" if self.input_scale is not None else "of each input" if self.per_tensor else "of each row"
         return f"{super().extra_repr()}, fp8 compute, activation scale {scaling}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:

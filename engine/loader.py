@@ -14,6 +14,7 @@ from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.file_codec import part_tensors
 from slipcast.engine.file_weight import FileWeight
+from slipcast.engine.fp8_compute import enable_compute_
 from slipcast.engine.layers import quantise_module_
 from slipcast.engine.materialise import refuse_meta_tensors
 from slipcast.engine.plan import Piece, Plan, Target
@@ -23,6 +24,7 @@ from slipcast.engine.weight_entries import WEIGHT
 from slipcast.registry.errors import LoadCancelled, QuantisationError
 from slipcast.registry.header import Header
 from slipcast.registry.quantisation import Bundle, assemble
+from slipcast.registry.side_tensors import INPUT_SCALE
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
@@ -130,6 +132,7 @@ def execute(
             for target in _in_file_order(work):
                 if target.how == "keep":
                     _keep(work, target)
+                    _keep_static_scale(work, target)
                 else:
                     for piece in target.pieces:
                         for chunk in chunks(target, piece, plan.request.chunk_mib):
@@ -214,6 +217,14 @@ def _keep_rows(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> None:
     work.report(piece, chunk.rows)
 
 
+def _keep_static_scale(work: _Work, target: Target) -> None:
+    """Take over the checkpoint's scale of activations, where the plan stores it; all pieces have the same."""
+    for index, stored in enumerate(target.stored):
+        if _leaf(stored.name) == INPUT_SCALE:
+            scale = work.bundles[target.pieces[0].source].sides[INPUT_SCALE]
+            work.stored(target, index).copy_(work.reader.elements(scale, 0, 1).view(()))
+
+
 def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.device) -> nn.Module:
     """Build the class and put every tensor in its place."""
     model = build_with_buffers(plan.origin.model, plan.origin.config)
@@ -224,7 +235,8 @@ def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.
     for target in plan.targets:
         if target.codec is not None:
             quantised: Any = model.get_submodule(target.name.removesuffix(f".{WEIGHT}"))
-            quantised.set_weight({_leaf(stored.name): tensors[stored.name] for stored in target.stored})
+            weight = [stored.name for stored in target.stored if _leaf(stored.name) != INPUT_SCALE]
+            quantised.set_weight({_leaf(name): tensors[name] for name in weight})
             continue
         for stored in target.stored:
             if target.how == "computed":
@@ -236,6 +248,11 @@ def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.
     for target in plan.targets:
         if target.how == "tie":
             _tie(model, target.name, target.tied_to or "")
+    for module in plan.modules:
+        if module.products is not None:
+            layer: Any = model.get_submodule(module.path)
+            scale = tensors.get(f"{module.path}.{INPUT_SCALE}")
+            enable_compute_(layer, input_scale=scale, per_tensor=module.activation_scale == "tensor")
     refuse_meta_tensors(model)
     return mark_quantised_(model) if any(module.codec is not None for module in plan.modules) else model
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
 from slipcast.engine.accounting import Accounts
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.float8 import Float8
+from slipcast.engine.fp8_products import IN_COMPUTE_DTYPE, Products, choose_products
 from slipcast.engine.kept_codes import CodedRows, kept_codec
 from slipcast.engine.layers import layer_codec, quantisation_obstacle
 from slipcast.engine.plan import Decision, Module
 from slipcast.engine.precision import Rules
 from slipcast.engine.saved_quantisation import SavedQuantisation
 from slipcast.registry.identify import Match
+from slipcast.registry.settings_model import Fp8Settings
 
 _ENCODED = Float8("row")
 """What a plain weight is quantised to."""
@@ -29,11 +32,13 @@ class WeightChoice:
         codec: name of the codec, or None for the compute dtype.
         keep: whether the file's own codes and scales are taken as they are.
         reason: why.
+        products: how the layer multiplies.
     """
 
     codec: str | None
     keep: bool
     reason: str
+    products: Products = IN_COMPUTE_DTYPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,8 @@ class ModuleChooser:
         rules: the family's precision rules.
         saved: what a config.json says of layers that slipcast quantised.
         compute_dtype: torch's name of the engaged compute dtype.
-        fp8: the engaged fp8 mode, ``off`` or ``storage``.
-        remainder: what happens in a quantised file to weights that are not: ``keep`` or ``quantise``.
+        fp8: the engaged fp8 mode: ``off``, ``keep``, ``storage`` or ``compute``.
+        settings: for what happens in a quantised file to weights that are not, and whether hints are followed.
     """
 
     match: Match
@@ -75,7 +80,7 @@ class ModuleChooser:
     saved: SavedQuantisation
     compute_dtype: str
     fp8: str
-    remainder: str
+    settings: Fp8Settings
 
     def choose(self, model: nn.Module) -> ModuleChoices:
         """Choose for every module of a model on the meta device."""
@@ -95,7 +100,9 @@ class ModuleChooser:
     @property
     def _encodes(self) -> bool:
         """Whether plain weights are quantised."""
-        return self.fp8 in ("storage", "compute") and (self.remainder == "quantise" or not self._file_is_quantised)
+        return self.fp8 in ("storage", "compute") and (
+            self.settings.remainder == "quantise" or not self._file_is_quantised
+        )
 
     def _weight_choice(self, path: str, module: nn.Module) -> WeightChoice | None:
         """The choice for a module's weight, or None where nothing about it needs saying."""
@@ -115,7 +122,7 @@ class ModuleChooser:
             codec = layer_codec(module, _ENCODED)
             if len(rows) > 1 and not codec.streams:
                 return WeightChoice(None, False, f"{codec.name} needs all rows at once, which several tensors hold")
-            return WeightChoice(codec.name, False, "")
+            return self._with_products(module, codec, rows, keep=False, reason="")
         return self._kept_choice(path, module, rows)
 
     def _stays_plain(self, path: str) -> str:
@@ -133,7 +140,17 @@ class ModuleChooser:
         codec, obstacle = kept_codec(module, rows, self.saved.codecs.get(path))
         if codec is None:
             return WeightChoice(None, False, f"dequantised: {obstacle}")
-        return WeightChoice(codec.name, True, "the file's codes and scales as they are")
+        return self._with_products(module, codec, rows, keep=True, reason="the file's codes and scales as they are")
+
+    def _with_products(
+        self, module: nn.Module, codec: Codec, rows: Sequence[CodedRows], *, keep: bool, reason: str
+    ) -> WeightChoice:
+        if self.fp8 != "compute":
+            return WeightChoice(codec.name, keep, reason)
+        bundles = [each.bundle for each in rows]
+        follow = self.settings.hints == "follow"
+        products = choose_products(module, codec, bundles, self.match.header, follow_hints=follow)
+        return WeightChoice(codec.name, keep, "; ".join(filter(None, (reason, products.reason))), products)
 
     def _lines(self, path: str, module: nn.Module, choice: WeightChoice | None) -> Iterator[Module]:
         """The module's line of the plan. Tensors that hang on a container, beside modules, get their own."""
@@ -141,7 +158,13 @@ class ModuleChooser:
         kind = type(module).__name__
         if choice is not None and choice.codec is not None:
             yield Module(
-                path=path, kind=kind, precision=precision_of(choice.codec), codec=choice.codec, reason=choice.reason
+                path=path,
+                kind=kind,
+                precision=precision_of(choice.codec),
+                codec=choice.codec,
+                products="fp8" if choice.products.in_fp8 else None,
+                activation_scale=self._activation_scale(choice.products),
+                reason=choice.reason,
             )
         elif path and names and next(module.children(), None) is None:
             reason = choice.reason if choice is not None else ""
@@ -149,6 +172,11 @@ class ModuleChooser:
         else:
             for name in names:
                 yield Module(path=name, kind="Parameter", precision=self._dtype_of(name))
+
+    def _activation_scale(self, products: Products) -> Literal["row", "tensor", "static"] | None:
+        if not products.in_fp8:
+            return None
+        return "static" if products.static_scale else self.match.family.precision.fp8.activation_scale
 
     def _dtype_of(self, name: str) -> str:
         return "float32" if self.rules.stays_fp32(name) else self.compute_dtype
@@ -158,11 +186,11 @@ class ModuleChooser:
             return None
         if not self._file_is_quantised:
             reason = "the file is not quantised, so this has no bearing"
-        elif self.remainder == "keep":
+        elif self.settings.remainder == "keep":
             reason = "what the producer left unquantised stays so"
         else:
             reason = "as requested"
-        return Decision(requested=self.remainder, engaged=self.remainder, reason=reason)
+        return Decision(requested=self.settings.remainder, engaged=self.settings.remainder, reason=reason)
 
 
 def precision_of(codec: str) -> str:

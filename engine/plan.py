@@ -112,6 +112,9 @@ class Module(_Frozen):
         kind: the class's name.
         precision: ``fp8``, ``int8``, ... for quantised weights, else the dtype of its tensors.
         codec: the codec of its weight, or None.
+        products: ``fp8`` where it multiplies in float8; None where it multiplies in the compute dtype.
+        activation_scale: of such products: ``row`` (each row of an input its own), ``tensor`` (one for an input) or
+            ``static`` (the checkpoint's).
         reason: why, where a rule decided it.
     """
 
@@ -119,6 +122,8 @@ class Module(_Frozen):
     kind: str
     precision: str
     codec: str | None = None
+    products: Literal["fp8"] | None = None
+    activation_scale: Literal["row", "tensor", "static"] | None = None
     reason: str = ""
 
 
@@ -188,6 +193,7 @@ class Request(_Frozen):
     dtype: str
     fp8_mode: str
     fp8_remainder: str
+    fp8_hints: str
     mmap: bool
     unexpected: tuple[str, ...]
     chunk_mib: int

@@ -26,6 +26,7 @@ from slipcast.registry.header import Header
 from slipcast.registry.identify import Match
 from slipcast.registry.quantisation import count_formats
 from slipcast.registry.settings import Settings
+from slipcast.registry.side_tensors import INPUT_SCALE
 
 LOADABLE_FORMATS = frozenset({"plain", "fp8_scaled", "fp8_raw", "nvfp4", "mxfp8", "int8", "int8_convrot", "gguf"})
 
@@ -75,9 +76,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
     tied = frozenset(chain.from_iterable(tensors.ties.items()))
 
     def planned(fp8_mode: str) -> tuple[ModuleChoices, tuple[Target, ...], Bytes]:
-        chooser = ModuleChooser(
-            match, accounts, codecs, tied, rules, saved, dtype.engaged, fp8_mode, settings.fp8.remainder
-        )
+        chooser = ModuleChooser(match, accounts, codecs, tied, rules, saved, dtype.engaged, fp8_mode, settings.fp8)
         modules = chooser.choose(model)
         maker = TargetMaker(
             match, accounts, codecs, modules.by_weight, saved, rules, dtype.engaged, device, settings.mmap
@@ -86,6 +85,8 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         return modules, targets, predict_bytes(targets, match, device, settings)
 
     modules, targets, bytes_ = planned(fp8.engaged)
+    if fp8.engaged == "compute" and all(module.products is None for module in modules.modules):
+        fp8 = Decision(requested=fp8.requested, engaged="storage", reason="no layer of it can multiply in float8")
     if fp8.engaged != "off" and all(module.codec is None for module in modules.modules):
         fp8 = Decision(requested=fp8.requested, engaged="off", reason="no layer of it can be in fp8, as modules say")
     return Plan(
@@ -173,6 +174,7 @@ def _request(settings: Settings) -> Request:
         dtype=settings.dtype,
         fp8_mode=settings.fp8.mode,
         fp8_remainder=settings.fp8.remainder,
+        fp8_hints=settings.fp8.hints,
         mmap=settings.mmap,
         unexpected=tuple(settings.unexpected),
         chunk_mib=settings.chunk_mib,
@@ -213,6 +215,10 @@ def _fates(match: Match, targets: Sequence[Target], accounts: Accounts) -> Itera
             continue
         fate, reason = ("folded", folding[0].reason) if folding and not bundle.is_plain else ("loaded", "")
         yield FileTensor(name=bundle.weight.name, fate=fate, reason=reason)
+        static = any(stored.name.endswith(f".{INPUT_SCALE}") for target in taking for stored in target.stored)
         for role, side in bundle.sides.items():
-            yield FileTensor(name=side.name, fate="side tensor", reason=f"{role} of {bundle.name}")
+            if role == INPUT_SCALE and not static:
+                yield FileTensor(name=side.name, fate="dropped", reason=f"no product of {bundle.name} takes it")
+            else:
+                yield FileTensor(name=side.name, fate="side tensor", reason=f"{role} of {bundle.name}")
     yield from accounts.unused

@@ -58,12 +58,14 @@ class Report:
         )
         variant = f" ({plan.origin.variant})" if plan.origin.variant else ""
         codes = dict.fromkeys(module.precision for module in plan.modules if module.codec is not None)
+        in_fp8 = sum(module.products is not None for module in plan.modules)
+        products = f", {in_fp8} multiply in fp8" if in_fp8 else ""
         storage = " and ".join(codes) or plan.compute_dtype
         return (
             f"{plan.origin.family}{variant}: storage {storage}, compute {plan.compute_dtype}, "
             f"{plan.bytes.resident / _MIB:,.1f} MiB predicted, {self.resident / _MIB:,.1f} MiB resident "
             f"on {plan.device}, "
-            f"{quantised} modules quantised, {kept} kept in {plan.compute_dtype}, {self.seconds:.2f} s"
+            f"{quantised} modules quantised, {kept} kept in {plan.compute_dtype}{products}, {self.seconds:.2f} s"
             + (f" [{refused}]" if refused else "")
         )
 

@@ -18,7 +18,7 @@ def settings_of(plan: Plan, settings: Settings) -> Settings:
             **settings.model_dump(),
             "device": request.device,
             "dtype": request.dtype,
-            "fp8": {"mode": request.fp8_mode, "remainder": request.fp8_remainder},
+            "fp8": {"mode": request.fp8_mode, "remainder": request.fp8_remainder, "hints": request.fp8_hints},
             "mmap": request.mmap,
             "unexpected": request.unexpected,
             "chunk_mib": request.chunk_mib,

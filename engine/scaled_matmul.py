@@ -59,6 +59,12 @@ def quantise_rows(rows: Tensor, input_scale: Tensor | None = None) -> tuple[Tens
     return _rounded_quotients(rows, scale), scale
 
 
+def tensor_scale(rows: Tensor) -> Tensor:
+    """One scale for all rows, float32 ``[]``: the largest magnitude over 448."""
+    amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32)
+    return amax.mul_(1 / LARGEST).clamp_(min=_SMALLEST_SCALE)
+
+
 def _rounded_quotients(rows: Tensor, scale: Tensor) -> Tensor:
     """``rows / scale`` in float32, cast once. Outside a compiler, which does this by itself, it takes one kernel."""
     if torch.compiler.is_compiling():

@@ -25,6 +25,7 @@ from slipcast.engine.weight_entries import WEIGHT, tensor_name
 from slipcast.registry.errors import AccountingError
 from slipcast.registry.header import Shape
 from slipcast.registry.identify import Match
+from slipcast.registry.side_tensors import INPUT_SCALE
 
 _VIEWS = frozenset({None, "reshape", "flat", "conv1x1"})
 """Operations whose inverse only looks at the same bytes in another shape."""
@@ -105,6 +106,8 @@ class TargetMaker:
             stored_tensor(stored_name(name, part), "parameter" if part == CODES else "buffer", spec.dtype, spec.shape)
             for part, spec in parts.items()
         )
+        if choice.products.static_scale:
+            stored += (stored_tensor(stored_sibling(name, INPUT_SCALE), "buffer", torch.float32, ()),)
         return Target(
             name=name,
             shape=shape,
@@ -181,6 +184,11 @@ def stored_tensor(name: str, kind: Kind, dtype: torch.dtype, shape: Shape) -> St
     )
 
 
+def stored_sibling(weight: str, leaf: str) -> str:
+    """The name of a tensor beside a weight."""
+    return weight.removesuffix(WEIGHT) + leaf
+
+
 def stored_name(weight: str, part: str) -> str:
     """The state dict's name of a codec's part: the scale of ``a.weight`` is ``a.weight_scale``."""
-    return weight.removesuffix(WEIGHT) + tensor_name(part)
+    return stored_sibling(weight, tensor_name(part))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ _FP4_BLOCK = 16
 _NUNCHAKU_ROLES = frozenset({"wscales", "wtscale", "wcscales", "smooth_factor", "smooth", "wzeros"})
 _SDNQ_FLOATS = frozenset({"F32", "F16", "BF16"})
 _FLOAT8_MARKS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_MARKED_FLOAT8 = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "mxfp8": "F8_E4M3"}
 _MARKED_FORMATS = {
     "nvfp4": "nvfp4",
     "mxfp8": "mxfp8",
@@ -51,6 +52,17 @@ class LayerFormat:
     full_precision: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+
+
+def unpacked(weight: TensorInfo, sides: Mapping[str, TensorInfo], described: Mapping[str, Any]) -> TensorInfo:
+    """A weight whose float8 codes lie in a tensor of bytes, as float8; any other as it is.
+
+    Only what the file says of the layer tells such bytes from codes of two to a byte.
+    """
+    dtype = _MARKED_FLOAT8.get(str(described.get("format")))
+    if weight.dtype != "U8" or dtype is None or SECOND_SCALE in sides:
+        return weight
+    return replace(weight, dtype=dtype)
 
 
 def layer_format(

@@ -16,9 +16,10 @@ from typing import Any
 from slipcast.registry.checkpoint import read_tensor_bytes
 from slipcast.registry.errors import SlipcastError
 from slipcast.registry.header import Header, Shape, TensorInfo
-from slipcast.registry.layer_format import FLOAT8, Granularity, LayerFormat, layer_format
+from slipcast.registry.layer_format import FLOAT8, Granularity, LayerFormat, layer_format, unpacked
 from slipcast.registry.side_tensors import (
     AMBIGUOUS_LEAVES,
+    FILE_MARKER,
     IGNORED_LEAVES,
     LAYER_METADATA,
     MARKER,
@@ -101,13 +102,14 @@ def assemble(header: Header) -> Bundles:
     """
     sides, weights, markers, ignored = _sort(header)
     described, problems = _descriptions(header, sides)
-    full_precision = any(marker.elements == 2 for marker in markers)
     found: dict[str, Bundle] = {}
     for name, weight in weights.items():
         layer = name.removesuffix(".weight")
         own = sides.pop(layer, {}) if name.endswith(".weight") else {}
-        format_ = layer_format(weight, own, described.pop(layer, {}), header.metadata)
-        found[name] = _bundle(name, weight, own, format_, full_precision)
+        says = described.pop(layer, {})
+        weight = unpacked(weight, own, says)
+        format_ = layer_format(weight, own, says, header.metadata)
+        found[name] = _bundle(name, weight, own, format_, _marked_full_precision(name, markers))
         problems += [f"{name}: {problem}" for problem in format_.problems]
     found, layout_problems = _one_nvfp4_layout(found)
     problems += layout_problems
@@ -214,6 +216,12 @@ def _bundle(
         full_precision=format_.full_precision or (full_precision and format_.name == "fp8_scaled"),
         options=MappingProxyType(format_.options),
     )
+
+
+def _marked_full_precision(name: str, markers: Iterable[TensorInfo]) -> bool:
+    """Whether the marker of a weight's component has two elements; each component of a file has its own."""
+    own = [marker for marker in markers if name.startswith(marker.name.removesuffix(FILE_MARKER))]
+    return bool(own) and max(own, key=lambda marker: len(marker.name)).elements == 2
 
 
 def _one_nvfp4_layout(bundles: dict[str, Bundle]) -> tuple[dict[str, Bundle], list[str]]:

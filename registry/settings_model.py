@@ -36,6 +36,9 @@ class Fp8Settings(_Section):
     remainder: Literal["keep", "quantise"]
     """Whether layers that a partly quantised checkpoint left alone are stored in fp8 as well."""
 
+    hints: Literal["follow", "ignore"]
+    """Whether layers that a checkpoint's producer marks for full precision multiply in the compute dtype."""
+
 
 class Settings(_Section):
     """The settings of one load, complete: every layer has been laid over the defaults."""

@@ -87,12 +87,44 @@ def test_nvfp4_layouts_are_told_by_one_layer_whose_shape_is_padded(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "format_"),
     [
-        ({"a.weight": ("U8", (64, 1)), "a.weight.quant_state.bitsandbytes__nf4": ("U8", (80,)), "a.weight.absmax": ("F32", (2,)), "a.weight.quant_map": ("F32", (16,))}, "bnb_nf4"),
-        ({"a.weight": ("U8", (64, 1)), "a.weight.quant_state.bitsandbytes__fp4": ("U8", (80,)), "a.weight.absmax": ("F32", (2,)), "a.weight.quant_map": ("F32", (16,))}, "bnb_fp4"),
+        (
+            {
+                "a.weight": ("U8", (64, 1)),
+                "a.weight.quant_state.bitsandbytes__nf4": ("U8", (80,)),
+                "a.weight.absmax": ("F32", (2,)),
+                "a.weight.quant_map": ("F32", (16,)),
+            },
+            "bnb_nf4",
+        ),
+        (
+            {
+                "a.weight": ("U8", (64, 1)),
+                "a.weight.quant_state.bitsandbytes__fp4": ("U8", (80,)),
+                "a.weight.absmax": ("F32", (2,)),
+                "a.weight.quant_map": ("F32", (16,)),
+            },
+            "bnb_fp4",
+        ),
         ({"a.weight": ("I8", (8, 8)), "a.SCB": ("F32", (8,)), "a.weight_format": ("U8", ())}, "bnb_int8"),
-        ({"a.qweight": ("I8", (8, 4)), "a.wscales": ("BF16", (1, 8)), "a.smooth_factor": ("BF16", (8,)), "a.proj_down": ("BF16", (8, 2)), "a.proj_up": ("BF16", (8, 2))}, "nunchaku"),
+        (
+            {
+                "a.qweight": ("I8", (8, 4)),
+                "a.wscales": ("BF16", (1, 8)),
+                "a.smooth_factor": ("BF16", (8,)),
+                "a.proj_down": ("BF16", (8, 2)),
+                "a.proj_up": ("BF16", (8, 2)),
+            },
+            "nunchaku",
+        ),
         ({"a.qweight": ("I32", (2, 4)), "a.qzeros": ("I32", (1, 1)), "a.scales": ("F16", (1, 8))}, "awq"),
-        ({"a.weight_packed": ("U8", (8, 4)), "a.weight_scale": ("F8_E4M3", (8, 1)), "a.weight_global_scale": ("F32", (1,))}, "compressed_tensors"),
+        (
+            {
+                "a.weight_packed": ("U8", (8, 4)),
+                "a.weight_scale": ("F8_E4M3", (8, 1)),
+                "a.weight_global_scale": ("F32", (1,)),
+            },
+            "compressed_tensors",
+        ),
         ({"a.weight": ("I8", (8, 8)), "a.scale": ("F32", (8, 1)), "a.zero_point": ("F32", (8, 1))}, "sdnq"),
         ({"a.weight": ("F8_E5M2", (8, 8)), "a.scale_weight": ("F32", (1,))}, "fp8_scaled"),
         ({"a.weight": ("F8_E4M3", (8, 8))}, "fp8_raw"),
@@ -100,7 +132,7 @@ def test_nvfp4_layouts_are_told_by_one_layer_whose_shape_is_padded(tmp_path):
         ({"a.weight": ("F8_E4M3", (32, 32)), "a.weight_scale": ("U8", (128, 4))}, "mxfp8"),
         ({"a.norm.scale": ("BF16", (8,)), "a.weight": ("BF16", (8, 8))}, "plain"),
     ],
-)  # fmt: skip
+)
 def test_formats_by_what_only_they_have(tmp_path, tensors, format_):
     bundles = assemble_tensors(tmp_path, tensors)
     assert set(count_formats(bundles.weights.values())) == {format_}
@@ -119,15 +151,27 @@ def test_torchao_is_told_by_its_metadata(tmp_path):
         ({"a.scale_weight": ("F32", (1,)), "b.weight": ("BF16", (8, 8))}, ["a.scale_weight"]),
         ({"a.weight": ("BF16", (8, 8)), "a.weight_scale": ("F32", (1,))}, ["a.weight_scale"]),
         ({"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale_inv": ("F32", (1, 1))}, ["a.weight_scale_inv"]),
-        ({"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("F32", ()), "a.weight_scale_2": ("F32", ())}, ["a.weight_scale_2"]),
-        ({"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("F32", ()), "a.scale_weight": ("F32", ())}, ["a.scale_weight"]),
-        ({"a.weight": ("F8_E4M3", (8, 8)), "a.scale_weight": ("F32", ()), "a.weight_scale": ("F32", ())}, ["a.weight_scale"]),
-        ({"a.weight": ("BF16", (8, 8)), "a.scale_weight": ("F32", ()), "a.weight_scale": ("F32", ())}, ["a.scale_weight", "a.weight_scale"]),
+        (
+            {"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("F32", ()), "a.weight_scale_2": ("F32", ())},
+            ["a.weight_scale_2"],
+        ),
+        (
+            {"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("F32", ()), "a.scale_weight": ("F32", ())},
+            ["a.scale_weight"],
+        ),
+        (
+            {"a.weight": ("F8_E4M3", (8, 8)), "a.scale_weight": ("F32", ()), "a.weight_scale": ("F32", ())},
+            ["a.weight_scale"],
+        ),
+        (
+            {"a.weight": ("BF16", (8, 8)), "a.scale_weight": ("F32", ()), "a.weight_scale": ("F32", ())},
+            ["a.scale_weight", "a.weight_scale"],
+        ),
         ({"a.comfy_quant": ("U8", (72,)), "b.weight": ("BF16", (8, 8))}, ["a.comfy_quant"]),
         ({"a.absmax": ("F32", (4,)), "b.weight": ("BF16", (8, 8))}, ["a.absmax"]),
         ({"a.input_scale": ("F32", ()), "b.weight": ("BF16", (8, 8))}, ["a.input_scale"]),
     ],
-)  # fmt: skip
+)
 def test_side_tensors_that_no_weight_consumes_are_orphans(tmp_path, tensors, orphans):
     assert [tensor.name for tensor in assemble_tensors(tmp_path, tensors).orphans] == orphans
 

@@ -1,0 +1,174 @@
+"""fp8 compute from a file: which layers multiply in float8, with which scale of activations, and why not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import slipcast
+from slipcast.engine.fp8_compute import Float8ComputeLinear
+from slipcast.engine.layers import QuantisedLinear
+from support.fp8_checkpoints import QUANTISED, fp8_file
+from support.tiny_z_image import tiny_tensors, write_native
+
+QKV, OUT = "layers.0.attention.qkv", "layers.0.attention.out"
+MODEL_QKV = [f"layers.0.attention.{name}" for name in ("to_q", "to_k", "to_v")]
+MODEL_OUT = "layers.0.attention.to_out.0"
+
+
+def modules_of(plan):
+    return {module.path: module for module in plan.modules}
+
+
+def with_input_scale(tmp_path: Path, value: float, dtype: torch.dtype = torch.float32, shape=()) -> Path:
+    file = fp8_file(tiny_tensors(), QUANTISED)
+    file.native[f"{QKV}.input_scale"] = torch.full(shape, value, dtype=dtype)
+    return file.write(tmp_path / "m.safetensors")
+
+
+def test_a_plain_file_is_quantised_and_multiplied(tmp_path: Path) -> None:
+    path = write_native(tmp_path / "m.safetensors", tiny_tensors())
+    loaded = slipcast.load(path, device="cpu", fp8="compute")
+    plan = loaded.report.plan
+    assert plan.settings["fp8"].engaged == "compute"
+    assert "emulated" in plan.settings["fp8"].reason
+    assert loaded.report.differences == ()
+    multiplying = {path for path, module in modules_of(plan).items() if module.products == "fp8"}
+    assert multiplying == {path for path, m in loaded.model.named_modules() if isinstance(m, Float8ComputeLinear)}
+    assert set(MODEL_QKV) | {MODEL_OUT} <= multiplying
+    refused = {m.path: m.reason for m in plan.modules if m.codec is not None and m.products is None}
+    assert refused
+    assert all("not a multiple of 16" in reason for reason in refused.values())
+    assert all(type(loaded.model.get_submodule(path)) is QuantisedLinear for path in refused)
+    assert f"{len(multiplying)} multiply in fp8" in loaded.report.summary()
+
+
+def test_scaled_codes_are_kept_and_multiplied(tmp_path: Path) -> None:
+    file = fp8_file(tiny_tensors(), QUANTISED)
+    loaded = slipcast.load(file.write(tmp_path / "m.safetensors"), device="cpu", fp8="compute")
+    codes = file.expected_codes()
+    for path in [*MODEL_QKV, MODEL_OUT]:
+        layer = loaded.model.get_submodule(path)
+        assert isinstance(layer, Float8ComputeLinear)
+        assert layer.input_scale is None
+        assert torch.equal(layer.weight.detach().view(torch.uint8), codes[f"{path}.weight"].view(torch.uint8))
+    assert loaded.report.resident == loaded.report.plan.bytes.resident
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_calibrated_scale_of_activations_is_taken(tmp_path: Path, dtype: torch.dtype, shape) -> None:
+    path = with_input_scale(tmp_path, 0.03125, dtype, shape)
+    loaded = slipcast.load(path, device="cpu", fp8="compute")
+    for name in MODEL_QKV:
+        scale = loaded.model.get_submodule(name).input_scale
+        assert scale.dtype == torch.float32
+        assert scale.item() == 0.03125
+        assert modules_of(loaded.report.plan)[name].activation_scale == "static"
+    assert loaded.model.get_submodule(MODEL_OUT).input_scale is None
+    assert modules_of(loaded.report.plan)[MODEL_OUT].activation_scale == "row"
+    assert loaded.report.differences == ()
+    fates = {tensor.name: tensor.fate for tensor in loaded.report.plan.tensors}
+    assert fates[f"{QKV}.input_scale"] == "side tensor"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (1.0, "exactly 1.0"),
+        (float("nan"), "not finite"),
+        (float("inf"), "not finite"),
+        (0.0, "not positive"),
+        (-2.0, "not positive"),
+    ],
+)
+def test_a_scale_of_activations_that_can_t_be_used_is_not_taken(tmp_path: Path, value: float, reason: str) -> None:
+    loaded = slipcast.load(with_input_scale(tmp_path, value), device="cpu", fp8="compute")
+    for name in MODEL_QKV:
+        assert loaded.model.get_submodule(name).input_scale is None
+        module = modules_of(loaded.report.plan)[name]
+        assert module.products == "fp8"
+        assert reason in module.reason
+    assert f"{QKV}.input_scale" in loaded.report.plan.dropped
+
+
+def test_in_storage_a_scale_of_activations_is_dropped_by_name(tmp_path: Path) -> None:
+    plan = slipcast.plan(with_input_scale(tmp_path, 0.5), device="cpu", fp8="storage")
+    assert plan.dropped == {f"{QKV}.input_scale": f"no product of {QKV}.weight takes it"}
+
+
+@pytest.mark.parametrize(("hints", "engaged"), [("follow", False), ("ignore", True)])
+def test_a_producer_s_hint_of_full_precision(tmp_path: Path, hints: str, engaged: bool) -> None:
+    file = fp8_file(tiny_tensors(), QUANTISED)
+    layers = {QKV: {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}, OUT: {"format": "float8_e4m3fn"}}
+    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+    path = file.write(tmp_path / "m.safetensors", metadata=metadata)
+    modules = modules_of(slipcast.plan(path, device="cpu", fp8={"mode": "compute", "hints": hints}))
+    assert {modules[name].products == "fp8" for name in MODEL_QKV} == {engaged}
+    assert modules[MODEL_OUT].products == "fp8"
+    assert ("full precision" in modules[MODEL_QKV[0]].reason) is not engaged
+
+
+@pytest.mark.parametrize(("remainder", "precision"), [("keep", "bfloat16"), ("quantise", "fp8")])
+def test_what_a_producer_left_unquantised(tmp_path: Path, remainder: str, precision: str) -> None:
+    path = fp8_file(tiny_tensors(), [QKV]).write(tmp_path / "m.safetensors")
+    modules = modules_of(slipcast.plan(path, device="cpu", fp8={"mode": "compute", "remainder": remainder}))
+    assert modules[MODEL_QKV[0]].products == "fp8"
+    assert modules[MODEL_OUT].precision == precision
+
+
+def test_a_card_without_fp8_cores_gets_storage_and_says_why(tmp_path: Path) -> None:
+    path = write_native(tmp_path / "m.safetensors", tiny_tensors())
+    ampere = slipcast.plan(path, device="cuda:8.6,12GiB", fp8="compute")
+    assert ampere.settings["fp8"].engaged == "storage"
+    assert "does not multiply in float8" in ampere.settings["fp8"].reason
+    assert all(module.products is None for module in ampere.modules)
+    ada = slipcast.plan(path, device="cuda:8.9,24GiB", fp8="compute")
+    assert ada.settings["fp8"].engaged == "compute"
+
+
+def other_family(tmp_path: Path, **lines: str) -> dict[str, object]:
+    """Settings that read a file as a copy of the family with some lines of its fp8 section replaced."""
+    text = (Path(__file__).parents[1] / "families" / "z-image.yaml").read_text().replace("id: z-image\n", "id: other\n")
+    for field, value in lines.items():
+        text, count = re.subn(rf"(?m)^    {field}: .*$", f"    {field}: {value}", text)
+        assert count == 1
+    (tmp_path / "other.yaml").write_text(text)
+    return {"families": [str(tmp_path)], "family": "other"}
+
+
+def test_a_family_may_want_one_scale_for_an_input(tmp_path: Path) -> None:
+    path = write_native(tmp_path / "m.safetensors", tiny_tensors())
+    loaded = slipcast.load(path, device="cpu", fp8="compute", **other_family(tmp_path, activation_scale="tensor"))
+    assert modules_of(loaded.report.plan)[MODEL_OUT].activation_scale == "tensor"
+    layer = loaded.model.get_submodule(MODEL_OUT)
+    rows = torch.randn(3, layer.in_features).mul(torch.tensor([[1.0], [100.0], [1.0]])).to(layer.compute_dtype)
+    alone, together = layer(rows[:1]), layer(rows)[:1]
+    assert not torch.equal(alone, together)
+
+
+@pytest.mark.parametrize(
+    ("support", "engaged", "why"),
+    [
+        ("{unsupported: too coarse}", "storage", "too coarse"),
+        ("{not_applicable: it has no matrices}", "storage", "no matrices"),
+    ],
+)
+def test_a_family_that_can_t(tmp_path: Path, support: str, engaged: str, why: str) -> None:
+    path = write_native(tmp_path / "m.safetensors", tiny_tensors())
+    plan = slipcast.plan(path, device="cpu", fp8="compute", **other_family(tmp_path, compute=support))
+    assert plan.settings["fp8"].engaged == engaged
+    assert why in plan.settings["fp8"].reason
+
+
+def test_a_saved_plan_of_compute_is_executed_as_it_stands(tmp_path: Path) -> None:
+    path = with_input_scale(tmp_path, 0.25)
+    plan = slipcast.Plan.from_json(json.loads(json.dumps(slipcast.plan(path, device="cpu", fp8="compute").to_json())))
+    loaded = slipcast.load(path, plan=plan)
+    assert Counter(type(m).__name__ for m in loaded.model.modules())["Float8ComputeLinear"] > 10
+    assert loaded.report.differences == ()
