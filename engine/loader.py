@@ -213,7 +213,7 @@ def _keep_rows(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> None:
         out = work.stored(target, index)
         if out.ndim:  # of a padded part the last rows have no row of the weight
             out = out[first : None if last == rows_of(target.shape) else last]
-        out.copy_(part if part.ndim else part.expand(out.shape))
+        out.copy_(part.view(out.shape) if part.ndim else part)
     work.report(piece, chunk.rows)
 
 

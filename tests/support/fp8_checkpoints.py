@@ -30,7 +30,7 @@ class Scaled:
     """How a layer is quantised.
 
     Attributes:
-        scale: shape of its scale, with N for its rows and B for its blocks of 8 columns: "", "1", "N", "N1", "NB1".
+        scale: shape of its scale, with N for its rows and B for the two blocks of a row: "", "1", "N", "N1", "NB1".
         spelling: "new" or "old".
         codes: dtype of its codes.
         dtype: dtype of its scale.
@@ -134,8 +134,8 @@ def decoded(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Ten
 
 
 def _encoded(weight: torch.Tensor, how: Scaled) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, columns = weight.shape
-    blocks = columns // 8 if "B" in how.scale else 1
+    rows = weight.shape[0]
+    blocks = 2 if "B" in how.scale else 1
     by_block = weight.view(rows, blocks, -1)
     amax = by_block.abs().amax(2, keepdim=True) if "N" in how.scale else weight.abs().amax().view(1, 1, 1)
     scale = (amax / torch.finfo(how.codes).max * 1.01).to(how.dtype)
