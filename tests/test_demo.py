@@ -220,11 +220,13 @@ def test_the_table(ready, comparison):
     assert others["samples"] == 200
 
 
-def test_the_picture_has_a_row_for_each(ready, comparison, folder):
+def test_the_picture_has_the_unquantised_row_above_that_of_fp8(monkeypatch, comparison, folder):
+    told_apart = replace(comparison, fp8=replace(comparison.fp8, images=-comparison.fp8.images))
+    monkeypatch.setattr(demo, "compare", lambda *_, **__: told_apart)
     output_of("demo")
     with Image.open(folder / "slipcast-demo.png") as picture:
         assert picture.format == "PNG"
-        for row, drawn in enumerate(comparison.both):
+        for row, drawn in enumerate(told_apart.both):
             assert all(is_seen(picture, row, digit, drawn.images[digit]) for digit in range(10))
 
 
