@@ -15,7 +15,7 @@ from support.tiny_z_image import natively, tiny_tensors, write_native
 
 TEXT = (Path(__file__).parents[1] / "docs" / "json.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
-BY_NAME = {"formats", "config", "modules", "dropped", "folded", "synthesised", "settings"}
+BY_NAME = {"formats", "config", "modules", "dropped", "folded", "synthesised", "settings", "left_out"}
 """Keys of objects whose own keys are names, of which an example shows some."""
 
 
@@ -33,7 +33,8 @@ def model(folder):
 
 def documented(section):
     """The keys of a section's table, and its example."""
-    keys = re.findall(r"^\| `(\w+)` \| ", SECTIONS[section], re.MULTILINE)
+    cells = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ", SECTIONS[section], re.MULTILINE)
+    keys = re.findall(r"`(\w+)`", " ".join(cells))
     (example,) = re.findall(r"```json\n(.*?)```", SECTIONS[section], re.DOTALL)
     return set(keys), json.loads(example)
 
@@ -118,6 +119,15 @@ def test_errors_in_documents():
     real = json_of("settings", "--set", "devise=cpu", exit_code=2)
     assert real.keys() - documented("Errors")[0] == {"line", "field"}
     assert "`line` (integer or null) and `field` (string" in SECTIONS["Errors"]
+
+
+def test_convert(model):
+    agree("convert", json_of("convert", model, "transformer", "--layout", "diffusers"))
+
+
+@pytest.mark.slow
+def test_check():
+    agree("check", json_of("check", "z-image"))
 
 
 def test_explain(model):
