@@ -20,6 +20,7 @@ from slipcast.registry.errors import ConfigError
 from slipcast.registry.header import Header
 from slipcast.registry.keymap.operations import Granularity, SideLaw, side_law
 from slipcast.registry.quantisation import Bundle
+from slipcast.registry.side_tensors import SECOND_SCALE, WEIGHT_SCALE
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,15 @@ def saved_codec(header: Header, path: str, bundle: Bundle, codec: Codec) -> Code
 
 
 def _stores(codec: Codec, bundle: Bundle) -> bool:
-    """Whether a bundle's tensors are what a codec stores: no part missing, none of another size."""
+    """Whether a bundle's tensors are what a codec stores: no part missing, none of another size, no scale left over."""
     if codec.obstacle(bundle.shape) is not None:
         return False
     parts = codec.parts(bundle.shape)
     tensors = part_tensors(bundle, codec)
+    scales = [bundle.sides[role] for role in (WEIGHT_SCALE, SECOND_SCALE) if role in bundle.sides]
     return (
         tensors.keys() == parts.keys()
+        and all(scale in tensors.values() for scale in scales)
         and all(tensors[name].elements == prod(part.shape) for name, part in parts.items())
         and torch_dtype(tensors[CODES]) is parts[CODES].dtype
     )
