@@ -220,7 +220,7 @@ def prove_patterns(subject: Subject) -> Outcome:
     lists = {path for path, module in modules if isinstance(module, nn.ModuleList | nn.Sequential)}
     wanted: list[tuple[Where, str, bool]] = []
     for role, places in family.precision.keep.items():
-        wanted += [(("precision", "keep", role, n), text, True) for n, text in enumerate(places)]
+        wanted += [(("precision", "keep", role, n), text, _hits(text, owners)) for n, text in enumerate(places)]
     for n, text in enumerate(family.precision.keep_fp32):
         wanted.append((("precision", "keep_fp32", n), text, _hits(text, names)))
     for n, text in enumerate(family.runtime.compile.blocks if family.runtime.compile else ()):
