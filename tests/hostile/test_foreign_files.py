@@ -11,6 +11,7 @@ import sys
 import zipfile
 
 import pytest
+
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.errors import HeaderError, UnsupportedFileError
 

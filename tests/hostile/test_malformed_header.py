@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
+
 from slipcast.registry.errors import HeaderError
 from slipcast.registry.safetensors_header import read_safetensors
 from support.raw_safetensors import entry, write_raw
