@@ -16,6 +16,9 @@ from slipcast.registry.side_tensors import BITSANDBYTES_STATE, MARKER, SECOND_SC
 FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
 FLOATS = frozenset({"F32", "F16", "BF16"})
 _FP4_BLOCK = 16
+_MXFP8_BLOCK = 32
+_ROTATED = 256
+"""Columns of a rotated group where the file does not say."""
 _NUNCHAKU_ROLES = frozenset({"wscales", "wtscale", "wcscales", "smooth_factor", "smooth", "wzeros"})
 _SDNQ_FLOATS = frozenset({"F32", "F16", "BF16"})
 _FLOAT8_MARKS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -79,8 +82,9 @@ def layer_format(
         described: what the file's metadata or the layer's marker says of it.
         metadata: the file's metadata.
     """
+    shape = _original_shape(weight, metadata)
     if is_block_quantised(weight.dtype):
-        return LayerFormat("gguf", original_shape(metadata, weight.name) or weight.shape, "block")
+        return LayerFormat("gguf", shape, "block")
     foreign = _foreign_format(weight, sides, metadata)
     if foreign is not None:
         return LayerFormat(foreign, weight.shape)
@@ -92,22 +96,16 @@ def layer_format(
     if weight.dtype in FLOAT8:
         return _float8(weight, sides, marked, full_precision)
     if weight.dtype == "U8" and (SECOND_SCALE in sides or name == "nvfp4"):
-        shape = (*weight.shape[:-1], weight.shape[-1] * 2) if weight.shape else weight.shape
-        layout = nvfp4_layout(weight, sides.get(WEIGHT_SCALE), bool(described))
-        options = {} if layout is None else {"layout": layout}
-        return LayerFormat("nvfp4", shape, "block", full_precision, options)
+        return _nvfp4(weight, sides, bool(described), full_precision)
     if weight.dtype == "I8" and WEIGHT_SCALE in sides:
-        rotated = described.get("convrot") is True
-        options = {"convrot_groupsize": described.get("convrot_groupsize", 256)} if rotated else {}
-        granularity = scale_granularity(sides[WEIGHT_SCALE].shape, weight.shape)
-        return LayerFormat("int8_convrot" if rotated else "int8", weight.shape, granularity, full_precision, options)
+        return _int8(weight, sides[WEIGHT_SCALE], described, full_precision)
     if MARKER in sides or described:
         return LayerFormat("unknown", weight.shape, options=described, problems=(_contradiction(marked, weight),))
     if weight.dtype in ("I8", "U8") and len(weight.shape) >= 2:
         return LayerFormat("unknown", weight.shape, problems=(f"codes of {weight.dtype} without a scale",))
     if is_float(weight.dtype) and DTYPE_BITS[weight.dtype] < 16:
         return LayerFormat("unknown", weight.shape, problems=(f"codes of {weight.dtype}, which no format has alone",))
-    return LayerFormat("plain", weight.shape)
+    return LayerFormat("plain", shape)
 
 
 def scale_granularity(scale: Shape, weight: Shape) -> Granularity | None:
@@ -134,12 +132,66 @@ def _float8(weight: TensorInfo, sides: Mapping[str, TensorInfo], marked: object,
     if scale is None:
         return LayerFormat("fp8_raw", weight.shape, None, full_precision, problems=problems)
     if marked == "mxfp8" or scale.dtype in ("U8", "F8_E8M0"):
+        fits = scale.dtype in ("U8", "F8_E8M0") and _fits_tiles(weight.shape, scale, _MXFP8_BLOCK)
+        if not fits or weight.shape[0] % _MXFP8_BLOCK or weight.dtype != "F8_E4M3":
+            return _misfit("mxfp8", weight, scale)
         return LayerFormat("mxfp8", weight.shape, "block", full_precision, problems=problems)
     granularity = scale_granularity(scale.shape, weight.shape)
     if scale.dtype not in FLOATS or granularity is None:
-        odd = f"float8 codes {list(weight.shape)} with a scale of {scale.dtype} {list(scale.shape)}"
-        return LayerFormat("unknown", weight.shape, problems=(odd,))
+        return _misfit("float8", weight, scale)
     return LayerFormat("fp8_scaled", weight.shape, granularity, full_precision, problems=problems)
+
+
+def _int8(weight: TensorInfo, scale: TensorInfo, described: Mapping[str, Any], full_precision: bool) -> LayerFormat:
+    granularity = scale_granularity(scale.shape, weight.shape)
+    if scale.dtype not in FLOATS or granularity not in ("tensor", "row"):
+        return _misfit("int8", weight, scale)
+    if described.get("convrot") is not True:
+        return LayerFormat("int8", weight.shape, granularity, full_precision)
+    group = described.get("convrot_groupsize", _ROTATED)
+    if type(group) is not int or not _is_power_of_4(group) or len(weight.shape) != 2 or weight.shape[1] % group:
+        problem = f"int8 codes {list(weight.shape)} with columns rotated in groups of {str(group)[:20]}"
+        return LayerFormat("unknown", weight.shape, problems=(problem,))
+    options = {"convrot_groupsize": group}
+    return LayerFormat("int8_convrot", weight.shape, granularity, full_precision, options)
+
+
+def _is_power_of_4(number: int) -> bool:
+    return number >= 4 and number & (number - 1) == 0 and number.bit_length() % 2 == 1
+
+
+def _nvfp4(weight: TensorInfo, sides: Mapping[str, TensorInfo], described: bool, full_precision: bool) -> LayerFormat:
+    shape = (*weight.shape[:-1], weight.shape[-1] * 2) if weight.shape else weight.shape
+    scale, second = sides.get(WEIGHT_SCALE), sides.get(SECOND_SCALE)
+    if scale is None or second is None:
+        missing = WEIGHT_SCALE if scale is None else SECOND_SCALE
+        return LayerFormat("unknown", shape, problems=(f"nvfp4 codes {list(weight.shape)} without {missing}",))
+    tiled = _fits_tiles(shape, scale, _FP4_BLOCK) and shape[0] % _FP4_BLOCK == 0
+    linear = len(shape) == 2 and shape[1] % _FP4_BLOCK == 0 and scale.elements == shape[0] * (shape[1] // _FP4_BLOCK)
+    if scale.dtype not in ("F8_E4M3", "U8") or not (tiled or (linear and not described)):
+        return _misfit("nvfp4", weight, scale)
+    if second.dtype not in FLOATS or second.elements != 1:
+        return _misfit("nvfp4", weight, second)
+    layout = nvfp4_layout(weight, scale, described)
+    return LayerFormat("nvfp4", shape, "block", full_precision, {} if layout is None else {"layout": layout})
+
+
+def _fits_tiles(shape: Shape, scale: TensorInfo, block: int) -> bool:
+    """Whether a tensor has as many elements as a matrix has blocks, in whole tiles of 128 rows and 4 blocks."""
+    if len(shape) != 2 or shape[1] % block:
+        return False
+    return scale.elements == -(-shape[0] // 128) * 128 * (-(-shape[1] // block // 4) * 4)
+
+
+def _misfit(kind: str, weight: TensorInfo, scale: TensorInfo) -> LayerFormat:
+    odd = f"{kind} codes {list(weight.shape)} with a scale of {scale.dtype} {list(scale.shape)}"
+    return LayerFormat("unknown", weight.shape, problems=(odd,))
+
+
+def _original_shape(weight: TensorInfo, metadata: Mapping[str, str]) -> Shape:
+    """The shape that a GGUF's metadata gives a tensor, if it has as many elements; else its own."""
+    shape = original_shape(metadata, weight.name)
+    return shape if shape is not None and prod(shape) == weight.elements else weight.shape
 
 
 def _contradiction(marked: object, weight: TensorInfo) -> str:

@@ -62,6 +62,17 @@ def test_weights_are_counted_by_format_and_keep_their_original_shape(tmp_path):
     assert bundles["blocks.0.weight"].shape == (8, 512)
 
 
+def test_an_original_shape_of_other_elements_is_not_believed(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", ("F16", "Q4_0"), comfy__gguf__orig_shape__blocks__1__weight=[8, 32, 4, 5])
+    assert assemble(read_gguf(path)).weights["blocks.1.weight"].shape == (8, 512)
+
+
+def test_a_plain_tensor_has_its_original_shape_too(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", ("F16",), comfy__gguf__orig_shape__blocks__0__weight=[8, 32, 4, 4])
+    bundle = assemble(read_gguf(path)).weights["blocks.0.weight"]
+    assert (bundle.format, bundle.shape) == ("plain", (8, 32, 4, 4))
+
+
 @pytest.mark.parametrize("text", ["[8, -1]", "8", "[8.5]", "not json", "[true]"])
 def test_an_original_shape_that_makes_no_sense_is_not_believed(text):
     assert original_shape({"comfy.gguf.orig_shape.a": text}, "a") is None

@@ -6,11 +6,11 @@ import json
 from collections import Counter
 
 import pytest
-from support.raw_safetensors import write_raw
-from support.recorded import recorded, recorded_names, write_checkpoint
 
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.quantisation import assemble, count_formats
+from support.raw_safetensors import write_raw
+from support.recorded import recorded, recorded_names, write_checkpoint
 
 QUANTISED = {
     "flux1-dev--comfyanonymous-fp8-scaled-test": {"fp8_scaled", "fp8_raw"},  # its biases are fp8 without a scale
@@ -253,3 +253,67 @@ def test_a_marker_does_not_overrule_the_weight_s_own_dtype(tmp_path):
     bundle = bundles.weights["a.weight"]
     assert (bundle.format, bundle.weight.dtype) == ("fp8_scaled", "F8_E5M2")
     assert bundles.problems == ("a.weight: marked as 'float8_e4m3fn', stored as F8_E5M2",)
+
+
+def test_the_legacy_marker_of_one_component_says_nothing_of_another(tmp_path):
+    layer = {"weight": ("F8_E4M3", (8, 8)), "scale_weight": ("F32", (1,))}
+    tensors = {f"{prefix}a.{leaf}": info for prefix in ("model.", "text.t5.") for leaf, info in layer.items()}
+    marks = {"model.scaled_fp8": ("F8_E4M3", (0,)), "text.t5.scaled_fp8": ("F8_E4M3", (2,))}
+    weights = assemble_tensors(tmp_path, tensors | marks).weights
+    assert [weights[f"{prefix}a.weight"].full_precision for prefix in ("model.", "text.t5.")] == [False, True]
+
+
+@pytest.mark.parametrize(("mark", "dtype"), [("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2")])
+def test_float8_codes_in_a_tensor_of_bytes_are_told_by_what_the_file_says(tmp_path, mark, dtype):
+    tensors = {"a.weight": ("U8", (8, 12)), "a.weight_scale": ("F32", (8, 1))}
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"a": {"format": mark}}})}
+    bundle = assemble_tensors(tmp_path, tensors, metadata).weights["a.weight"]
+    assert (bundle.format, bundle.weight.dtype, bundle.shape, bundle.granularity) == (
+        "fp8_scaled",
+        dtype,
+        (8, 12),
+        "row",
+    )
+    assert assemble_tensors(tmp_path, tensors).weights["a.weight"].format == "unknown"
+
+
+TILED = ("U8", (128, 4))
+CODES4 = ("U8", (16, 32))
+TILED4 = ("F8_E4M3", (128, 4))
+ONE = ("F32", ())
+
+
+@pytest.mark.parametrize(
+    ("weight", "sides", "marker", "problem"),
+    [
+        (("I8", (8, 12)), {"weight_scale": ("F32", (12,))}, {}, "int8 codes [8, 12] with a scale of F32 [12]"),
+        (("I8", (8, 12)), {"weight_scale": ("F32", (8, 3))}, {}, "int8 codes [8, 12] with a scale of F32 [8, 3]"),
+        (("I8", (8, 12)), {"weight_scale": ("U8", (8,))}, {}, "int8 codes [8, 12] with a scale of U8 [8]"),
+        (("I8", (8, 12)), {"weight_scale": ONE}, {"convrot": True, "convrot_groupsize": 16}, "in groups of 16"),
+        (("I8", (8, 16)), {"weight_scale": ONE}, {"convrot": True, "convrot_groupsize": 8}, "in groups of 8"),
+        (("I8", (8, 16)), {"weight_scale": ONE}, {"convrot": True, "convrot_groupsize": [4]}, "in groups of [4]"),
+        (("I8", (8, 16)), {"weight_scale": ONE}, {"convrot": True, "convrot_groupsize": -16}, "in groups of -16"),
+        (("I8", (8, 16)), {"weight_scale": ONE}, {"convrot": True}, "in groups of 256"),
+        (("F8_E4M3", (32, 32)), {"weight_scale": ("U8", (32, 1))}, {}, "mxfp8 codes [32, 32] with a scale of U8"),
+        (("F8_E4M3", (20, 32)), {"weight_scale": TILED}, {}, "mxfp8 codes [20, 32] with a scale of U8"),
+        (("F8_E5M2", (32, 32)), {"weight_scale": TILED}, {}, "mxfp8 codes [32, 32] with a scale of U8"),
+        (("F8_E4M3", (32, 32)), {"weight_scale": ("F32", (128, 4))}, {"format": "mxfp8"}, "a scale of F32 [128, 4]"),
+        (CODES4, {"weight_scale_2": ONE}, {}, "nvfp4 codes [16, 32] without weight_scale"),
+        (CODES4, {"weight_scale": TILED4}, {"format": "nvfp4"}, "nvfp4 codes [16, 32] without weight_scale_2"),
+        (CODES4, {"weight_scale": ("F8_E4M3", (16, 2)), "weight_scale_2": ONE}, {}, "a scale of F8_E4M3 [16, 2]"),
+        (
+            CODES4,
+            {"weight_scale": ("F8_E4M3", (16, 4)), "weight_scale_2": ONE},
+            {"format": "nvfp4"},
+            "a scale of F8_E4M3 [16, 4]",
+        ),
+        (("U8", (20, 32)), {"weight_scale": TILED4, "weight_scale_2": ONE}, {}, "a scale of F8_E4M3 [128, 4]"),
+        (CODES4, {"weight_scale": TILED4, "weight_scale_2": ("F32", (2,))}, {}, "a scale of F32 [2]"),
+    ],
+)
+def test_scales_that_do_not_fit_their_codes_make_the_format_unknown(tmp_path, weight, sides, marker, problem):
+    tensors = {"a.weight": weight, **{f"a.{leaf}": info for leaf, info in sides.items()}}
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"a": marker}})} if marker else {}
+    bundles = assemble_tensors(tmp_path, tensors, metadata)
+    assert bundles.weights["a.weight"].format == "unknown"
+    assert any(line.startswith("a.weight: ") and problem in line for line in bundles.problems)
