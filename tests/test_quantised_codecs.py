@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 
 import numpy as np
@@ -213,6 +214,36 @@ def test_chosen_rows_are_the_same_weights(case: tuple[Codec, Tensor], data: st.D
     assert torch.equal(
         codec.decode(chosen, shape, torch.float32), codec.decode(parts, (count, columns), torch.float32)[rows]
     )
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.data())
+def test_rows_apart_and_joined_again_are_the_same_parts(case: tuple[Codec, Tensor], data: st.DataObject) -> None:
+    codec, weight = case
+    if isinstance(codec, Int8) and codec.axis:
+        return
+    count = weight.shape[0]
+    parts = codec.encode(weight)
+    cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=3))})
+    several = [
+        (codec.select_rows(parts, torch.arange(first, last)), last - first) for first, last in itertools.pairwise(cuts)
+    ]
+    joined = codec.join_rows(several)
+    assert joined.keys() == parts.keys()
+    assert all((bytes_of(joined[key]) == bytes_of(part)).all() for key, part in parts.items())
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (100, 96), (33, 16)], ids=str)
+def test_the_linear_layout_in_the_other(shape: tuple[int, int]) -> None:
+    weight = normal(*shape)
+    parts = LINEAR.encode(weight)
+    moved = LINEAR.in_comfy_layout(parts, shape[0])
+    assert {key: (part.dtype, tuple(part.shape)) for key, part in moved.items()} == {
+        key: (part.dtype, part.shape) for key, part in COMFY.parts(shape).items()
+    }
+    assert torch.equal(COMFY.decode(moved, shape, torch.float32), LINEAR.decode(parts, shape, torch.float32))
+    again = COMFY.in_comfy_layout(moved, shape[0])
+    assert all(again[key] is part for key, part in moved.items())
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=name)

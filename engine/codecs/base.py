@@ -8,7 +8,7 @@ anything is read. Codes are only ever decoded together with their scales.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Self
@@ -115,6 +115,16 @@ class Codec(ABC):
         """The parts of the weight that consists of the given rows (int64 ``[n]``) of this one: no value changes.
 
         Only where outputs lie on axis 0. Of formats that pad rows, rows beyond the logical shape can't be chosen.
+        """
+        raise NotImplementedError(self.name)
+
+    def join_rows(self, several: Sequence[tuple[Parts, int]]) -> dict[str, Tensor]:
+        """The parts of the weight whose rows are those of several weights, one after another: no value changes.
+
+        Only where outputs lie on axis 0. A scale of a whole weight must be the same in all.
+
+        Args:
+            several: the parts of each weight, and how many rows it has.
         """
         raise NotImplementedError(self.name)
 

@@ -5,6 +5,7 @@ The scale is a byte ``e`` that means ``2**(e - 127)``, the exponent of a float32
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Self
@@ -63,11 +64,22 @@ class MXFP8(Codec):
 
     def select_rows(self, parts: Parts, rows: Tensor) -> dict[str, Tensor]:
         """Rows of the codes and of the scales' grid, padded and swizzled anew."""
-        codes, scale = parts[CODES], parts[SCALE]
-        grid = unswizzle(scale, codes.shape[0], codes.shape[1] // _BLOCK)
-        chosen = bits(codes).index_select(0, rows)
-        chosen = pad(chosen, (0, 0, 0, -len(rows) % _BLOCK))
-        return {CODES: chosen.view(codes.dtype), SCALE: swizzle(grid.index_select(0, rows))}
+        codes = parts[CODES]
+        return self._padded_parts(bits(codes).index_select(0, rows), self._grid(parts, codes.shape[0])[rows])
+
+    def join_rows(self, several: Sequence[tuple[Parts, int]]) -> dict[str, Tensor]:
+        """Codes and scales of the rows, padded and swizzled anew."""
+        codes = torch.cat([bits(parts[CODES])[:rows] for parts, rows in several])
+        return self._padded_parts(codes, torch.cat([self._grid(parts, rows) for parts, rows in several]))
+
+    def _grid(self, parts: Parts, rows: int) -> Tensor:
+        """The scales of the first rows, in their own order."""
+        return unswizzle(parts[SCALE], rows, parts[CODES].shape[1] // _BLOCK)
+
+    def _padded_parts(self, codes: Tensor, grid: Tensor) -> dict[str, Tensor]:
+        """The parts of codes, as bytes, and scales that lie row by row."""
+        codes = pad(codes, (0, 0, 0, -codes.shape[0] % _BLOCK))
+        return {CODES: codes.view(torch.float8_e4m3fn), SCALE: swizzle(grid)}
 
     def _encode(self, weight: Tensor) -> dict[str, Tensor]:
         rows, columns = _padded(tuple(weight.shape))

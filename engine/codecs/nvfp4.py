@@ -6,6 +6,7 @@ read one as the other, and the error is 1.42 in relative L2 (order of codes) or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, Self
@@ -89,14 +90,32 @@ class NVFP4(Codec):
 
     def select_rows(self, parts: Parts, rows: Tensor) -> dict[str, Tensor]:
         """Rows of the codes and of the scales' grid, padded and swizzled anew."""
-        codes, scale = parts[CODES], parts[SCALE]
-        chosen = self._grid(scale, (codes.shape[0], codes.shape[1] * 2)).view(torch.uint8).index_select(0, rows)
-        padding = self._padded((len(rows), _BLOCK))[0] - len(rows)
-        return {
-            CODES: pad(codes.index_select(0, rows), (0, 0, 0, padding)),
-            SCALE: self._stored(chosen.view(scale.dtype)),
-            SCALE_2: parts[SCALE_2],
-        }
+        grid = self._stored_grid(parts, parts[CODES].shape[0]).index_select(0, rows)
+        return self._padded_parts(parts[CODES].index_select(0, rows), grid, parts[SCALE_2])
+
+    def join_rows(self, several: Sequence[tuple[Parts, int]]) -> dict[str, Tensor]:
+        """Codes and scales of the rows, padded and swizzled anew, under the scale of the first weight."""
+        codes = torch.cat([parts[CODES][:rows] for parts, rows in several])
+        grid = torch.cat([self._stored_grid(parts, rows) for parts, rows in several])
+        return self._padded_parts(codes, grid, several[0][0][SCALE_2])
+
+    def in_comfy_layout(self, parts: Parts, rows: int) -> dict[str, Tensor]:
+        """The parts of the same weight, of so many rows, in the comfy layout: no value changes."""
+        if self.layout == "comfy":
+            return dict(parts)
+        codes = parts[CODES]
+        swapped = (codes << 4) | (codes >> 4)
+        return NVFP4("comfy")._padded_parts(swapped, self._stored_grid(parts, rows), parts[SCALE_2])
+
+    def _stored_grid(self, parts: Parts, rows: int) -> Tensor:
+        """The scales of the first rows, in their own order, as bytes."""
+        return self._grid(parts[SCALE], (rows, parts[CODES].shape[1] * 2)).view(torch.uint8)
+
+    def _padded_parts(self, codes: Tensor, grid: Tensor, scale_2: Tensor) -> dict[str, Tensor]:
+        """The parts of codes and scales that lie row by row, both as bytes."""
+        padding = self._padded((codes.shape[0], _BLOCK))[0] - codes.shape[0]
+        scale = self._stored(grid.view(torch.float8_e4m3fn))
+        return {CODES: pad(codes, (0, 0, 0, padding)), SCALE: scale, SCALE_2: scale_2}
 
     def _encode(self, weight: Tensor) -> dict[str, Tensor]:
         rows, columns = self._padded(tuple(weight.shape))

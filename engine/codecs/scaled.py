@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, Self
@@ -80,6 +80,15 @@ class ScaledCodec(Codec):
         """Rows of the codes, and of the scales where rows have their own."""
         chosen = {name: part if part.ndim == 0 else part.index_select(0, rows) for name, part in _bits(parts).items()}
         return {name: part.view(parts[name].dtype) for name, part in chosen.items()}
+
+    def join_rows(self, several: Sequence[tuple[Parts, int]]) -> dict[str, Tensor]:
+        """The codes, and the scales where rows have their own."""
+        first = several[0][0]
+        joined = {
+            name: part if part.ndim == 0 else torch.cat([bits(parts[name]) for parts, _ in several])
+            for name, part in first.items()
+        }
+        return {name: part.view(first[name].dtype) for name, part in joined.items()}
 
     def encode_rows_into(self, rows: Tensor, out: Parts, scratch: Tensor) -> None:
         """Encode rows whose scales depend on nothing but themselves."""
