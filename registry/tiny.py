@@ -82,4 +82,4 @@ class Tiny(BaseModel):
     """Arguments of its forward: numbers, lists, mappings, and tensors by recipe: `normal 1x4x8x8`."""
 
     fp8_error: float = Field(gt=0, lt=1)
-    """Largest relative L2 distance between its outputs in fp8 storage and in float32, with random weights."""
+    """Largest relative L2 distance between its outputs in fp8, stored or multiplied in it, and in float32."""

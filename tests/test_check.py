@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 
+from slipcast.engine.check import value_proofs
 from slipcast.engine.check.proof import Proof
 from slipcast.engine.check.records import Records, recorded_headers
 from slipcast.engine.check.run import PROOFS, check_families, lead_proof
+from slipcast.engine.check.small_model import make_inputs, reference_model, run
 from slipcast.engine.check.subject import subject_of
+from slipcast.engine.convert import convert
 from slipcast.registry.catalogue import load_catalogue, load_family_file
-from slipcast.registry.errors import FamilyFileError, SettingsError
+from slipcast.registry.claims import Layout
+from slipcast.registry.errors import CheckError, FamilyFileError, SettingsError
+from slipcast.registry.family import Family
 from slipcast.registry.family_file import build_family, read_family_file
 from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.identify import Match
 
 FILE = Path(__file__).parents[1] / "families" / "z-image.yaml"
 TEXT = FILE.read_text(encoding="utf-8")
@@ -200,6 +210,85 @@ def test_a_family_without_fp8_storage_is_not_held_to_it(tmp_path: Path, records:
     edit = ("storage: supported", "storage: {unsupported: it turns to noise}")
     result = _prove("forward", _edited(tmp_path / "z-image.yaml", edit), records)
     assert (result.status, "it turns to noise" in result.detail) == ("ok", True)
+
+
+def test_fp8_compute_is_held_to_the_bound_as_well(tmp_path: Path, records: Records) -> None:
+    result = _prove("forward", FILE, records)
+    assert re.search(r"storage 0\.0\d+, compute 0\.0\d+, within 0\.1", result.detail)
+    tight = _prove("forward", _edited(tmp_path / "z-image.yaml", ("fp8_error: 0.1", "fp8_error: 0.07")), records)
+    assert (tight.status, "outputs in fp8 compute differ by 0.08" in tight.detail) == ("failed", True)
+    edit = ("compute: supported", "compute: {unsupported: it turns to noise}")
+    result = _prove("forward", _edited(tmp_path / "z-image.yaml", edit), records)
+    assert (result.status, "compute" in result.detail) == ("ok", False)
+
+
+def test_a_family_that_stores_nothing_in_fp8(tmp_path: Path, records: Records) -> None:
+    everything = (
+        "layers, noise_refiner, context_refiner, siglip_refiner, siglip_embedder, all_x_embedder, all_final_layer"
+    )
+    edit = ("[cap_embedder]", f"[cap_embedder, {everything}]")
+    result = _prove("forward", _edited(tmp_path / "z-image.yaml", edit), records)
+    assert (result.status, "no weight of the small model is stored in fp8" in result.detail) == ("failed", True)
+
+
+def test_an_example_that_is_another_familys(tmp_path: Path, records: Records) -> None:
+    (tmp_path / "others").mkdir()
+    rival = TEXT.replace("id: z-image", "id: rival").replace("has: [cap_embedder.1.weight", "has: [first.weight]  # [")
+    rival = rival[: rival.index("let:")] + rival[rival.index("keys:") :]
+    (tmp_path / "others" / "rival.yaml").write_text(rival, encoding="utf-8")
+    path = _edited(tmp_path / "z-image.yaml", ("z-image-turbo--comfy-bf16", "krea2--raw-native"))
+    result = _prove("recognised", path, records, tmp_path / "others")
+    assert (result.status, "krea2--raw-native is recognised as rival" in result.detail) == ("failed", True)
+
+
+def test_values_that_come_back_elsewhere(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the engine, not of a file."""
+
+    def turned(match: Match, out: Path, layout: Layout, *, prefix: str) -> None:
+        convert(match, out, layout, prefix=prefix)
+        tensors = load_file(out)
+        save_file({**tensors, "x_pad_token": tensors["x_pad_token"].roll(1, 1)}, out)
+
+    monkeypatch.setattr(value_proofs, "convert", turned)
+    result = _prove("values", FILE, records)
+    assert (result.status, result.error.items if result.error else ()) == ("failed", ("x_pad_token",))
+    assert "keys.x_pad_token: 1 tensors do not come back as they were" in result.detail
+
+
+def test_a_loaded_model_that_is_another(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the engine, not of a file."""
+
+    def another(family: Family, match: Match, tensors: dict[str, torch.Tensor]) -> nn.Module:
+        return reference_model(family, match, {name: tensor * 1.01 for name, tensor in tensors.items()})
+
+    monkeypatch.setattr(value_proofs, "reference_model", another)
+    result = _prove("forward", FILE, records)
+    assert (result.status, "is not the one that was written" in result.detail) == ("failed", True)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [(torch.tensor([math.nan]), "not finite"), (torch.tensor([1]), "no floats"), ({}, "no floats")]
+)
+def test_outputs_that_prove_nothing(given: object, found: str) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            return given
+
+    with pytest.raises(CheckError, match=found):
+        run(Model(), {"x": "normal 2"})
+
+
+def test_inputs_are_made_as_they_are_described() -> None:
+    made = make_inputs({"a": ["normal 2x3", {"b": "integers 5 < 3"}], "c": "true 2", "d": 3, "e": "uniform 9 < 50"})
+    assert made["a"][0].shape == (2, 3)
+    assert made["a"][1]["b"].dtype == torch.int64
+    assert set(made["a"][1]["b"].tolist()) <= {0, 1, 2}
+    assert made["c"].tolist() == [True, True]
+    assert made["d"] == 3
+    assert 1 < float(made["e"].max()) < 50
+    assert torch.equal(
+        made["e"], make_inputs({"a": ["normal 2x3", {"b": "integers 5 < 3"}], "e": "uniform 9 < 50"})["e"]
+    )
 
 
 def test_a_file_that_can_not_be_read_is_refuted_by_that(tmp_path: Path) -> None:

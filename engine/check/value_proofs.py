@@ -1,9 +1,9 @@
-"""Proofs on a small model of the class: where values go, and what storing them in fp8 does to the outputs."""
+"""Proofs on a small model of the class: where values go, and what fp8 does to the outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -26,6 +26,8 @@ from slipcast.engine.planner import make_plan
 from slipcast.registry.errors import CheckError, SlipcastError
 from slipcast.registry.settings import resolve_settings
 from slipcast.registry.strict_yaml import Where
+
+Mode = Literal["storage", "compute"]
 
 _EQUAL = 1e-5
 """Relative L2 within which two runs of the same values agree; threads may add in another order."""
@@ -119,7 +121,7 @@ def differing(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
 
 
 def prove_forward(subject: Subject) -> Outcome:
-    """A small model runs as the class does, and in fp8 storage within the bound that the file states."""
+    """A small model runs as the class does, and in fp8 within the bound that the file states."""
     tiny = subject.family.tiny
     if subject.tiny is None or tiny is None:
         return _no_tiny(subject)
@@ -138,41 +140,45 @@ def prove_forward(subject: Subject) -> Outcome:
             hint="see the proof 'values'; a tensor that no file holds may be made otherwise",
             where=("tiny",),
         )
-    storage = subject.family.precision.fp8.storage
-    if not storage.supported:
-        return proved(f"runs as the class does; fp8 storage is not tried: {storage.reason}")
-    return _prove_storage(subject, files, expected, tiny.fp8_error)
+    fp8 = subject.family.precision.fp8
+    if not fp8.storage.supported:
+        return proved(f"runs as the class does; fp8 is not tried: {fp8.storage.reason}")
+    modes: list[Mode] = ["storage", "compute"] if fp8.compute.supported else ["storage"]
+    errors = [f"{mode} {_fp8_error(subject, files, expected, mode):.3f}" for mode in modes]
+    return proved(f"fp8 differs from float32 by {', '.join(errors)}, within {tiny.fp8_error:g}")
 
 
-def _prove_storage(subject: Subject, files: SmallFiles, expected: torch.Tensor, bound: float) -> Outcome:
-    assert subject.family.tiny is not None
-    where = ("precision", "fp8", "storage")
+def _fp8_error(subject: Subject, files: SmallFiles, expected: torch.Tensor, mode: Mode) -> float:
+    """How far the outputs in fp8 are from those in float32, if they are within the bound; on a CPU fp8 is emulated."""
+    tiny = subject.family.tiny
+    assert tiny is not None
+    where = ("precision", "fp8", mode)
     try:
-        stored = _load(subject, files, "storage")
-        error = relative_error(run(stored, subject.family.tiny.inputs), expected)
+        model = _load(subject, files, mode)
+        error = relative_error(run(model, tiny.inputs), expected)
     except SlipcastError as problem:
         raise subject.refuted(
-            f"the small model in fp8 storage: {problem.found}",
+            f"the small model in fp8 {mode}: {problem.found}",
             expected="a forward that runs as in float32",
             hint="keep the modules that it fails in (precision.keep); some forwards look at a weight's dtype",
             where=where,
             items=problem.items,
         ) from problem
-    if not any(tensor.dtype == torch.float8_e4m3fn for tensor in stored.parameters()):
+    if not any(tensor.dtype == torch.float8_e4m3fn for tensor in model.parameters()):
         raise subject.refuted(
             "no weight of the small model is stored in fp8",
-            expected="fp8 storage, which the file says is supported",
+            expected=f"fp8 {mode}, which the file says is supported",
             hint="correct precision.keep, or say why it is not_applicable",
             where=where,
         )
-    if error > bound:
+    if error > tiny.fp8_error:
         raise subject.refuted(
-            f"outputs in fp8 storage differ by {error:.3f} from float32, the file states {bound:g}",
+            f"outputs in fp8 {mode} differ by {error:.3f} from float32, the file states {tiny.fp8_error:g}",
             expected="a relative L2 distance within the bound",
             hint="keep the modules that can't bear it (precision.keep), or correct the bound if it is too strict",
             where=("tiny", "fp8_error"),
         )
-    return proved(f"fp8 storage differs by {error:.3f} from float32, within {bound:g}")
+    return error
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
