@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from slipcast.engine.plan import FileTensor, Piece
+from slipcast.engine.plan import Fate, FileTensor, Piece
 from slipcast.registry.errors import AccountingError, QuantisationError
 from slipcast.registry.header import Shape
 from slipcast.registry.identify import Match
@@ -220,7 +220,7 @@ def _unused(
 
 def _fate(
     match: Match, bundle: Bundle, native: str | None, foreign: bool, unexpected: Sequence[str]
-) -> tuple[str, str] | None:
+) -> tuple[Fate, str] | None:
     if native is not None and (contained := match.family.key_map.contained(native)) is not None:
         return "other component", f"part of {contained[1]}"
     if (

@@ -102,15 +102,17 @@ def _common_codec(rows: Sequence[CodedRows]) -> tuple[Codec | None, str]:
             return None, f"the key map's {each.piece.operation} breaks its scale"
     if len({each.bundle.name for each in rows}) == 1:
         return rows[0].codec, ""
-    by_row = {replace(codec, granularity="row") for codec in codecs if _is_joinable(codec)}
-    if len(by_row) != 1 or not all(_is_joinable(codec) for codec in codecs):
+    by_row = {_by_row(codec) for codec in codecs}
+    if len(by_row) != 1 or None in by_row:
         return None, "rows of several tensors make one weight, and their codes can't be put together"
     return by_row.pop(), ""
 
 
-def _is_joinable(codec: Codec | None) -> bool:
-    """Whether codes of several tensors can be joined: each row then carries its own scale."""
-    return isinstance(codec, ScaledCodec) and codec.granularity in ("row", "tensor") and not codec.axis
+def _by_row(codec: Codec | None) -> Codec | None:
+    """The codec of codes that are joined with those of other tensors: each row then carries its own scale."""
+    if not isinstance(codec, ScaledCodec) or codec.granularity not in ("row", "tensor") or codec.axis:
+        return None
+    return replace(codec, granularity="row")
 
 
 def _granularity(codec: Codec) -> Granularity:

@@ -213,8 +213,10 @@ def _fates(match: Match, targets: Sequence[Target], accounts: Accounts) -> Itera
             reason = f"{spare[bundle.name]} is the same tensor as another, which is loaded"
             yield from (FileTensor(name=tensor.name, fate="dropped", reason=reason) for tensor in bundle.tensors)
             continue
-        fate, reason = ("folded", folding[0].reason) if folding and not bundle.is_plain else ("loaded", "")
-        yield FileTensor(name=bundle.weight.name, fate=fate, reason=reason)
+        if folding and not bundle.is_plain:
+            yield FileTensor(name=bundle.weight.name, fate="folded", reason=folding[0].reason)
+        else:
+            yield FileTensor(name=bundle.weight.name, fate="loaded")
         static = any(stored.name.endswith(f".{INPUT_SCALE}") for target in taking for stored in target.stored)
         for role, side in bundle.sides.items():
             if role == INPUT_SCALE and not static:
