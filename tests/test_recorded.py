@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+
 from support.compact_names import collapse, digest, expand
 from support.recorded import (
     BYTES,

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
 from slipcast.registry.checkpoint import read_tensor_bytes
 from slipcast.registry.dtypes import DTYPE_BITS, is_float, is_float8, item_bits
 from slipcast.registry.errors import SlipcastError
