@@ -307,6 +307,9 @@ def test_an_unknown_id_and_an_unknown_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_is_laid_over_the_family_of_its_id(tmp_path: Path) -> None:
-    (checked,) = check_families([str(_edited(tmp_path / "z-image.yaml", ("title: Z-Image", "title: Mine")))])
+    path = tmp_path / "z-image.yaml"
+    renamed = TEXT.replace("variant: turbo", "variant: quick").replace("  turbo: {guess", "  quick: {guess")
+    path.write_text(renamed, encoding="utf-8")
+    (checked,) = check_families([str(path)])
     assert [proof.status for proof in checked.proofs] == ["ok"] * len(PROOFS)
     assert checked.source == str(tmp_path / "z-image.yaml")
