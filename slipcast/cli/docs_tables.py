@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import click
 
 from slipcast.cli.application import COMMANDS, application
 from slipcast.cli.errors import DONE, INCOMPLETE, run_reporting
+from slipcast.cli.markdown import table
 from slipcast.cli.output import write
 from slipcast.cli.settings_command import description_of
 from slipcast.registry.catalogue import load_catalogue
@@ -38,7 +39,7 @@ def families_table() -> str:
         )
         for family in load_catalogue().values()
     ]
-    return _table(("id", "family", "kind", "class", "variants", "fp8 storage", "tested with files in"), rows)
+    return table(("id", "family", "kind", "class", "variants", "fp8 storage", "tested with files in"), rows)
 
 
 def settings_table() -> str:
@@ -53,7 +54,7 @@ def settings_table() -> str:
         )
         for key in setting_names()
     ]
-    return _table(("setting", "default", "environment", "meaning"), rows)
+    return table(("setting", "default", "environment", "meaning"), rows)
 
 
 def help_texts() -> str:
@@ -69,10 +70,18 @@ def help_texts() -> str:
     return "\n\n".join(f"## {title}\n\n```text\n{text}\n```" for title, text in texts)
 
 
+def decisions_table() -> str:
+    """What is decided for each file format, setting and device."""
+    from slipcast.cli.docs_formats import formats_table  # imports torch
+
+    return formats_table()
+
+
 DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/families.md": {"families": families_table},
     "docs/settings.md": {"settings": settings_table},
     "docs/commands.md": {"commands": help_texts},
+    "docs/formats.md": {"decisions": decisions_table},
 }
 """Each document with its generated parts."""
 
@@ -117,11 +126,6 @@ def main(check: bool) -> int:
             file.write(text.encode("utf-8"))
         write(f"wrote {path}")
     return INCOMPLETE if check and stale else DONE
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _yaml(value: Any) -> str:
