@@ -1,153 +1,290 @@
-"""What a checkpoint is in another naming: names, dtypes and shapes, and where each tensor's values come from.
+"""What a checkpoint is in another naming or another format: names, dtypes and shapes, and where the values come from.
 
-Reads no weight. Native names become the model's by solving the key map's links, the model's become native by
-evaluating the same links; values are only ever moved, never computed.
+Reads no weight; of scales that are to become one it reads whether they are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
-from math import prod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from types import MappingProxyType
 
 from slipcast.engine.accounting import Accounts, account
 from slipcast.engine.build import build_on_meta, unknown_arguments
-from slipcast.engine.model_tensors import model_tensors
-from slipcast.engine.plan import Piece
+from slipcast.engine.codecs.base import Codec
+from slipcast.engine.conversion_choice import WEIGHT_SUFFIX, Choice, Chooser, eligible_weights
+from slipcast.engine.converted import Conversion, ConvertedTensor, Extract, origin_of
+from slipcast.engine.file_codec import file_codec
+from slipcast.engine.kept_codes import saved_codec
+from slipcast.engine.model_tensors import ModelTensors, model_tensors
+from slipcast.engine.new_weights import NewWeight, new_weights
+from slipcast.engine.padded_codes import PaddedCodes
+from slipcast.engine.plan import Target
+from slipcast.engine.planner import refuse_formats
+from slipcast.engine.precision import TORCH_NAMES, Rules, family_dtype
+from slipcast.engine.saved_quantisation import saved_quantisation
+from slipcast.engine.written_format import Spelling, Wanted, format_of
+from slipcast.engine.written_sides import (
+    QuantisedWeight,
+    layer_tensors,
+    legacy_marker,
+    renamed_metadata,
+    renamed_sides,
+)
+from slipcast.registry.checkpoint import read_tensor_bytes
 from slipcast.registry.claims import Layout
 from slipcast.registry.dtypes import item_bits
 from slipcast.registry.errors import AccountingError, SettingsError, UnsupportedFormatError
 from slipcast.registry.header import Shape, TensorInfo
 from slipcast.registry.identify import Match
-from slipcast.registry.keymap.link import Link, Term
-from slipcast.registry.keymap.operations import joined_shape, native_shape, shared_shapes
-from slipcast.registry.quantisation import Bundle, count_formats
+from slipcast.registry.keymap.operations import joined_shape, native_shape
+from slipcast.registry.quantisation import Bundle
+from slipcast.registry.side_tensors import FILE_MARKER
 
-Rows = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Extract:
-    """Values of one tensor of the input, row-major.
-
-    Attributes:
-        tensor: the tensor.
-        rows: first and one past the last row; None for all of it.
-        transposed: whether the matrix's axes are exchanged; only of a whole one.
-    """
-
-    tensor: TensorInfo
-    rows: Rows | None = None
-    transposed: bool = False
-
-    @property
-    def elements(self) -> Rows:
-        """First and one past the last element."""
-        if self.rows is None:
-            return 0, self.tensor.elements
-        width = prod(self.tensor.shape[1:])
-        return self.rows[0] * width, self.rows[1] * width
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertedTensor:
-    """One tensor of the output.
-
-    Attributes:
-        name: its name in the file.
-        dtype: that of its source, as the container spells it.
-        shape: its shape.
-        extracts: whose values it holds, one after another.
-    """
-
-    name: str
-    dtype: str
-    shape: Shape
-    extracts: tuple[Extract, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes."""
-        return prod(self.shape) * item_bits(self.dtype) // 8
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """A checkpoint in another naming, before anything of it is read.
-
-    Attributes:
-        layout: whose names the output bears.
-        prefix: what stands before each of them.
-        tensors: every tensor of the output, in the order in which it is written.
-        left_out: tensors of the input that the output lacks, with the reason.
-        altered: tensors that come back under another name or in another shape, as sentences; their values do come back.
-    """
-
-    layout: Layout
-    prefix: str
-    tensors: tuple[ConvertedTensor, ...]
-    left_out: Mapping[str, str]
-    altered: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors of the output."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+_DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
+_COMPARED = 4096
+"""The most bytes of a scale or marker that is read to be compared."""
 
 
 def convert_header(
     match: Match,
-    layout: Layout,
+    layout: Layout | None = None,
     *,
+    wanted: Wanted | None = None,
     prefix: str | None = None,
     others: Sequence[Match] = (),
     unexpected: Sequence[str] = (),
 ) -> Conversion:
-    """Say what a model is in another naming.
+    """Say what a model is in another naming or another format.
 
     Args:
         match: the identified model.
-        layout: whose names to give it.
-        prefix: what to put before each of them. Left out, the input's own where the layout stays as it is, else none.
+        layout: whose names to give it; its own where left out.
+        wanted: what its weights shall be in; they stay as they are where left out.
+        prefix: what to put before each name. Left out, the input's own where the layout stays as it is, else none.
         others: the other models found in the same file; they are left out.
         unexpected: globs of plain tensors that may be left over; they are left out.
 
     Raises:
-        UnsupportedFormatError: quantised weights.
-        SettingsError: a prefix that the family doesn't know.
+        UnsupportedFormatError: a format that can't be read, or can't be kept.
+        QuantisationError: nvfp4 whose byte layout nothing tells, or scales without a weight.
+        SettingsError: a prefix that the family doesn't know, or a spelling that the codes do not have.
         AccountingError: tensors that do not add up to the model, or that can't be joined.
         ConfigError: the model class refuses its arguments.
     """
-    _refuse_quantised(match)
+    refuse_formats(match)
+    wanted = wanted or Wanted()
+    layout = layout or match.layout or "native"
     stays = match.layout is None or match.layout == layout
     prefix = _checked_prefix(match, (match.prefix if stays else "") if prefix is None else prefix)
-    model = model_tensors(build_on_meta(match.family.model, _known_arguments(match)))
-    shapes: dict[str, Shape] = {
-        name: tuple(tensor.shape) for name, tensor in chain(model.parameters.items(), model.persistent.items())
-    }
-    accounts = account(match, shapes, model.ties, others=others, unexpected=unexpected)
-    altered: tuple[str, ...] = ()
-    if stays:
-        tensors = _renamed(match, accounts, prefix)
-    elif layout == "diffusers":
-        tensors = _in_model_names(match, accounts, shapes, prefix)
-        altered = tuple(_altered(match, accounts, shapes))
-    else:
-        tensors = _in_native_names(match, accounts, shapes, prefix)
-    return Conversion(layout, prefix, _ordered(tensors), _left_out(match, accounts, tensors), altered)
+    model = build_on_meta(match.family.model, known_arguments(match))
+    tensors = model_tensors(model)
+    shapes = model_shapes(tensors)
+    accounts = account(match, shapes, tensors.ties, others=others, unexpected=unexpected)
+    codecs = codecs_of(match, accounts)
+    _refuse_blocks(match, codecs, wanted)
+    weights = new_weights(match, accounts, shapes, {name: codec.name for name, codec in codecs.items()}, layout)
+    rules = Rules.of(match.family.precision)
+    writer = _Writer(match, prefix, wanted, bool(wanted.quantises or wanted.spelling or _is_saved(match)))
+    chooser = Chooser(
+        wanted=wanted,
+        bundles=match.everything.weights,
+        codecs=codecs,
+        linears=eligible_weights(model, rules, frozenset(chain.from_iterable(tensors.ties.items()))),
+        rules=rules,
+        decoded=_DTYPES[family_dtype(match.family.precision, match.bundles.values())[0]],
+        respells=writer.respells,
+        equal=writer.equal,
+        hides_sizes=PaddedCodes(match.family, layout, {weight.name: weight.shape for weight in weights}).hides_sizes,
+    )
+    for weight in weights:
+        writer.add(weight, chooser.choose(weight), codecs)
+    if not stays and layout == "diffusers":
+        writer.altered += _altered(match, accounts, shapes)
+    return writer.conversion(layout, _left_out(match, accounts, weights, writer.lost))
 
 
-def _refuse_quantised(match: Match) -> None:
-    """Only plain weights are converted: what a key map does to codes and their scales is for ``side_law`` to say."""
-    counts = count_formats(bundle for bundle in match.bundles.values() if not bundle.is_plain)
-    if counts:
+def model_shapes(tensors: ModelTensors) -> dict[str, Shape]:
+    """The shapes of a model's parameters and persistent buffers."""
+    return {name: tuple(tensor.shape) for name, tensor in chain(tensors.parameters.items(), tensors.persistent.items())}
+
+
+@dataclass
+class _Writer:
+    """Gathers the tensors of the output.
+
+    Attributes:
+        match: the identified model.
+        prefix: what stands before each name.
+        wanted: what is asked for.
+        respells: whether side tensors get new names.
+    """
+
+    match: Match
+    prefix: str
+    wanted: Wanted
+    respells: bool
+    tensors: list[ConvertedTensor] = field(default_factory=list)
+    quantised: list[QuantisedWeight] = field(default_factory=list)
+    described: dict[str, list[str]] = field(default_factory=dict)
+    formats: list[str] = field(default_factory=list)
+    codecs: dict[str, str] = field(default_factory=dict)
+    folded: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+    altered: list[str] = field(default_factory=list)
+    again: Counter[str] = field(default_factory=Counter)
+    legacy: bool = False
+
+    def add(self, weight: NewWeight, choice: Choice, codecs: Mapping[str, Codec]) -> None:
+        """Add the tensors of a weight."""
+        bundles = {piece.source: self.match.everything.weights[piece.source] for piece in weight.pieces}
+        held = [codecs[name] for name in bundles if name in codecs]
+        codec = choice.codec or (held[0] if choice.how == "move" and held else None)
+        self.formats.append("plain" if codec is None else format_of(codec))
+        if codec is not None:
+            self.codecs[weight.name] = codec.name
+        if choice.reason:
+            self.folded[weight.name] = choice.reason
+        if choice.how == "encode":
+            self.again.update({format_of(codec) for codec in held})
+        if choice.how == "move":
+            self._add_moved(weight, list(bundles.values()))
+        elif choice.codec is None:
+            target = _target(weight, choice)
+            origin = origin_of(bundles[weight.pieces[0].source].weight)
+            name = self.prefix + weight.name
+            self.tensors.append(ConvertedTensor(name, choice.dtype, weight.shape, made=target, origin=origin))
+        else:
+            self._add_quantised(weight, choice, choice.codec, tuple(bundles.values()))
+
+    def _add_moved(self, weight: NewWeight, bundles: list[Bundle]) -> None:
+        """Values, or codes without a scale, of which rows are put together; or a weight with all that belongs to it."""
+        extracts = tuple(
+            Extract(
+                self.match.everything.weights[piece.source].weight,
+                piece.source_rows,
+                piece.operation == "transpose" and len(piece.shape) == 2,
+            )
+            for piece in weight.pieces
+        )
+        name = self.prefix + weight.name
+        as_stored = not bundles[0].is_plain and (weight.is_renamed or not weight.terms)
+        shape = bundles[0].weight.shape if as_stored else weight.shape
+        origin = origin_of(extracts[0].tensor, extracts[0].rows)
+        self.tensors.append(ConvertedTensor(name, _one_dtype(name, extracts), shape, extracts, origin=origin))
+        layer = name.removesuffix(WEIGHT_SUFFIX)
+        if as_stored:
+            self.tensors += renamed_sides(bundles[0], layer)
+        if not bundles[0].is_plain:
+            self._keep_description(layer, bundles)
+
+    def _add_quantised(self, weight: NewWeight, choice: Choice, codec: Codec, sources: tuple[Bundle, ...]) -> None:
+        spelling: Spelling | None = (self.wanted.spelling or "comfy") if self.respells else None
+        precise = choice.how == "keep" and any(source.full_precision for source in sources)
+        quantised = QuantisedWeight(
+            self.prefix + weight.name, _target(weight, choice), codec, sources, spelling, precise
+        )
+        self.quantised.append(quantised)
+        self.tensors += layer_tensors(quantised, self.equal, self.lost.__setitem__)
+        if spelling is None:
+            self._keep_description(quantised.layer, sources)
+
+    def _keep_description(self, layer: str, sources: Sequence[Bundle]) -> None:
+        self.described[layer] = [source.name.removesuffix(WEIGHT_SUFFIX) for source in sources]
+        self.legacy = self.legacy or any(source.format == "fp8_scaled" for source in sources)
+
+    def equal(self, bundles: list[Bundle], role: str) -> bool:
+        """Whether the tensors in a role all hold the same bytes; of large ones nobody asks."""
+        given = [bundle.sides.get(role) for bundle in bundles]
+        known = [tensor for tensor in given if tensor is not None]
+        if len({(tensor.dtype, tensor.elements) for tensor in known}) > 1 or len(known) < len(given):
+            return False
+        return len({self._bytes(tensor) for tensor in known}) == 1
+
+    def _bytes(self, tensor: TensorInfo) -> bytes:
+        return read_tensor_bytes(self.match.header, tensor, limit=_COMPARED)
+
+    def conversion(self, layout: Layout, left_out: Mapping[str, str]) -> Conversion:
+        """The whole."""
+        marker = self._file_marker()
+        if marker is not None:
+            self.tensors.append(marker)
+        altered = [
+            f"{count} weights were in {name}: they are decoded and quantised again, so that both errors add up"
+            for name, count in self.again.items()
+        ]
+        metadata = renamed_metadata(self.match.header.metadata, self.described, altered.append)
+        return Conversion(
+            layout,
+            self.prefix,
+            tuple(sorted(self.tensors, key=_place)),
+            left_out,
+            (*self.altered, *altered),
+            MappingProxyType(metadata),
+            MappingProxyType(dict(Counter(self.formats).most_common())),
+            MappingProxyType(self.codecs),
+            MappingProxyType(self.folded),
+        )
+
+    def _file_marker(self) -> ConvertedTensor | None:
+        """The marker of the component, where codes are marked by one."""
+        if self.respells:
+            if self.wanted.spelling != "legacy" or not self.quantised:
+                return None
+            return legacy_marker(self.prefix, self.quantised, self.altered.append)
+        own = next(iter(own_markers(self.match)), None)
+        if own is None or not self.legacy:
+            return None
+        return ConvertedTensor(self.prefix + FILE_MARKER, own.dtype, own.shape, (Extract(own),))
+
+
+def own_markers(match: Match) -> list[TensorInfo]:
+    """The markers of the model's own component: each component of a file has its own."""
+    return [marker for marker in match.everything.markers if marker.name == match.prefix + FILE_MARKER]
+
+
+def _target(weight: NewWeight, choice: Choice) -> Target:
+    how = "copy" if choice.how == "move" else choice.how
+    codec = None if choice.codec is None else choice.codec.name
+    return Target(name=weight.name, shape=weight.shape, how=how, codec=codec, pieces=weight.pieces)
+
+
+def _place(tensor: ConvertedTensor) -> tuple[int, int, int]:
+    """Wide items first, so that every tensor begins at a whole item; among equals in the order of the input's bytes."""
+    origin = origin_of(tensor.extracts[0].tensor, tensor.extracts[0].rows) if tensor.extracts else tensor.origin
+    return -item_bits(tensor.dtype), *origin
+
+
+def codecs_of(match: Match, accounts: Accounts) -> dict[str, Codec]:
+    """The codec of each weight that is used and in codes: a config.json's, where it names one, or what tensors show."""
+    saved = saved_quantisation(match.header).codecs
+    hint = match.family.precision.nvfp4_layout
+    found = {name: file_codec(match.everything.weights[name], hint) for name in accounts.shapes}
+    codecs = {name: codec for name, codec in found.items() if codec is not None}
+    for name, pieces in accounts.pieces.items():
+        codec = saved.get(name.removesuffix(WEIGHT_SUFFIX))
+        if codec is not None and pieces[0].source in codecs:
+            bundle = match.everything.weights[pieces[0].source]
+            codecs[pieces[0].source] = saved_codec(match.header, name, bundle, codec)
+    return codecs
+
+
+def _is_saved(match: Match) -> bool:
+    """Whether a config.json says what the layers are in, which a file alone could not."""
+    return bool(saved_quantisation(match.header).codecs)
+
+
+def _refuse_blocks(match: Match, codecs: Mapping[str, Codec], wanted: Wanted) -> None:
+    blocks = [name for name, codec in codecs.items() if format_of(codec) == "gguf"]
+    if blocks and wanted.format is None:
         raise UnsupportedFormatError(
-            "quantised weights, which can't be converted yet: "
-            + ", ".join(f"{name} ({count} weights)" for name, count in counts.items()),
-            expected="plain weights, in any float dtype",
-            hint="convert an unquantised version of the checkpoint",
+            f"{len(blocks)} weights in blocks of GGUF, to be written as they are",
+            expected="weights that a safetensors file can hold",
+            hint="choose a format, for example --format bf16",
             path=match.header.path,
+            items=blocks,
         )
 
 
@@ -163,84 +300,10 @@ def _checked_prefix(match: Match, prefix: str) -> str:
     return prefix
 
 
-def _known_arguments(match: Match) -> dict[str, object]:
+def known_arguments(match: Match) -> dict[str, object]:
     """The configuration without what only a folder's config.json has and the installed class does not know."""
     unknown = set(unknown_arguments(match.family.model, match.config)) - match.family.config.keys()
     return {name: value for name, value in match.config.items() if name not in unknown}
-
-
-def _renamed(match: Match, accounts: Accounts, prefix: str) -> list[ConvertedTensor]:
-    """Every tensor as it is, under another prefix; also those that no model loads: the naming has a place for them."""
-    used = {piece.source for pieces in accounts.pieces.values() for piece in pieces}
-    native = match.layout != "diffusers"
-    return [
-        ConvertedTensor(prefix + name, bundle.weight.dtype, bundle.weight.shape, (Extract(bundle.weight),))
-        for name, bundle in match.bundles.items()
-        if bundle.name in used or (native and match.family.key_map.drop_reason(name) is not None)
-    ]
-
-
-def _in_model_names(
-    match: Match, accounts: Accounts, shapes: Mapping[str, Shape], prefix: str
-) -> list[ConvertedTensor]:
-    """Solve the links for the model's tensors."""
-    found: list[ConvertedTensor] = []
-    for name, pieces in accounts.pieces.items():
-        ordered = sorted(pieces, key=lambda piece: piece.target_rows or (0, 0))
-        extracts = tuple(_extract(piece, match.everything.weights[piece.source]) for piece in ordered)
-        found.append(ConvertedTensor(prefix + name, _one_dtype(name, extracts), shapes[name], extracts))
-    return found
-
-
-def _extract(piece: Piece, bundle: Bundle) -> Extract:
-    transposed = piece.operation == "transpose" and len(bundle.weight.shape) == 2
-    return Extract(bundle.weight, piece.source_rows, transposed)
-
-
-def _in_native_names(
-    match: Match, accounts: Accounts, shapes: Mapping[str, Shape], prefix: str
-) -> list[ConvertedTensor]:
-    """Evaluate the links on the tensors of a file in the model's names."""
-    sources = {name: match.everything.weights[pieces[0].source].weight for name, pieces in accounts.pieces.items()}
-    found: list[ConvertedTensor] = []
-    for link in match.family.key_map.links(shapes.keys()):
-        if not all(term.model in sources for term in link.terms):
-            continue  # a tie: the file has the tensor under its other name
-        extracts = tuple(extract for term in link.terms for extract in _native_extracts(term, sources[term.model]))
-        for name, shape, own in _shares(link, extracts, shapes):
-            found.append(ConvertedTensor(prefix + name, _one_dtype(name, own), shape, own))
-    return found
-
-
-def _native_extracts(term: Term, tensor: TensorInfo) -> tuple[Extract, ...]:
-    """What the operation makes of the model's tensor. All but two are the same values in another shape."""
-    if term.operation == "swap_halves":
-        half, rows = tensor.shape[0] // 2, tensor.shape[0]
-        return Extract(tensor, (half, rows)), Extract(tensor, (0, half))
-    return (Extract(tensor, transposed=term.operation == "transpose" and len(tensor.shape) == 2),)
-
-
-def _shares(
-    link: Link, extracts: tuple[Extract, ...], shapes: Mapping[str, Shape]
-) -> Iterator[tuple[str, Shape, tuple[Extract, ...]]]:
-    """The link's tensors in the file. Where they are several, each has the same share of the model's rows."""
-    parts = [native_shape(term.operation, shapes[term.model]) for term in link.terms]
-    known = [part for part in parts if part is not None]
-    whole = known[0] if len(known) == 1 else joined_shape(known)
-    if whole is not None and len(known) == len(parts) and len(link.files) == 1:
-        yield link.files[0], whole, extracts
-        return
-    shared = None if whole is None else shared_shapes(whole, len(link.files))
-    if shared is None or len(extracts) > 1 or extracts[0].transposed:
-        raise AccountingError(
-            f"{' + '.join(link.files)} can't be made of " + " + ".join(term.model for term in link.terms),
-            expected="tensors whose rows can be joined, or shared out equally",
-            hint="the checkpoint's shapes are not those of the family, or its key map is wrong: see 'slipcast check'",
-            items=[f"{term.model} {list(shapes[term.model])}" for term in link.terms],
-        )
-    stops = accumulate((shape[0] for shape in shared), initial=0)
-    for name, shape, rows in zip(link.files, shared, pairwise(stops), strict=True):
-        yield name, shape, (Extract(extracts[0].tensor, rows),)
 
 
 def _one_dtype(name: str, extracts: Sequence[Extract]) -> str:
@@ -249,40 +312,35 @@ def _one_dtype(name: str, extracts: Sequence[Extract]) -> str:
         raise AccountingError(
             f"{name} would be joined from tensors of several dtypes: {', '.join(sorted(dtypes))}",
             expected="tensors of one dtype, since values are converted as they are",
-            hint="bring them into one dtype first",
+            hint="choose a format for all, for example --format bf16",
             items=[f"{extract.tensor.name} {extract.tensor.dtype}" for extract in extracts],
         )
     return dtypes.pop()
 
 
-def _ordered(tensors: Sequence[ConvertedTensor]) -> tuple[ConvertedTensor, ...]:
-    """Wide items first, so that every tensor begins at a whole item; among equals in the order of the input's bytes."""
-
-    def place(tensor: ConvertedTensor) -> tuple[int, int, int]:
-        first = tensor.extracts[0]
-        return -item_bits(tensor.dtype), first.tensor.file, first.tensor.start + first.elements[0]
-
-    return tuple(sorted(tensors, key=place))
-
-
-def _left_out(match: Match, accounts: Accounts, tensors: Sequence[ConvertedTensor]) -> dict[str, str]:
+def _left_out(
+    match: Match, accounts: Accounts, weights: Sequence[NewWeight], lost: Mapping[str, str]
+) -> dict[str, str]:
     """Tensors of the input that the output lacks, each with the reason; one without a reason is a fault."""
-    written = {extract.tensor.name for tensor in tensors for extract in tensor.extracts}
-    left_out = {fate.name: fate.reason for fate in accounts.unused if fate.name not in written}
-    lost = [name for name in match.header.tensors if name not in written and name not in left_out]
-    if lost:
+    bundles = [match.everything.weights[piece.source] for weight in weights for piece in weight.pieces]
+    used = {tensor.name for bundle in bundles for tensor in bundle.tensors}
+    used |= {marker.name for marker in own_markers(match)}
+    left_out = {fate.name: fate.reason for fate in accounts.unused if fate.name not in used} | dict(lost)
+    missing = [name for name in match.header.tensors if name not in used and name not in left_out]
+    if missing:
         raise AccountingError(
-            f"{len(lost)} tensors would be lost in the conversion",
+            f"{len(missing)} tensors would be lost in the conversion",
             expected="every tensor of the input in the output, or a reason why it is not",
             hint="this is a fault of the key map: see 'slipcast check'",
             path=match.header.path,
-            items=lost,
+            items=missing,
         )
     return left_out
 
 
-def _altered(match: Match, accounts: Accounts, shapes: Mapping[str, Shape]) -> Iterator[str]:
+def _altered(match: Match, accounts: Accounts, shapes: Mapping[str, Shape]) -> list[str]:
     """What converting back would not write as it was: a shape that the model has otherwise, a second spelling."""
+    found: list[str] = []
     for link, back in zip(
         match.family.key_map.links(shapes.keys(), match.bundles.keys()),
         match.family.key_map.links(shapes.keys()),
@@ -290,10 +348,12 @@ def _altered(match: Match, accounts: Accounts, shapes: Mapping[str, Shape]) -> I
     ):
         if link not in accounts.links or len(link.files) > 1:
             continue
-        before = f"{link.files[0]} {list(match.bundles[link.files[0]].shape)}"
+        bundle = match.bundles[link.files[0]]
+        before = f"{link.files[0]} {list(accounts.shapes[bundle.name])}"
         parts = [
             shape for term in link.terms if (shape := native_shape(term.operation, shapes[term.model])) is not None
         ]
         after = f"{back.files[0]} {list(joined_shape(parts) or parts[0])}"
         if before != after:
-            yield f"{before} comes back as {after}"
+            found.append(f"{before} comes back as {after}")
+    return found

@@ -1,4 +1,4 @@
-"""Writes a checkpoint back in another naming: values and dtypes as they are, in a stream, whole or not at all."""
+"""Writes a checkpoint in another naming or another format: in a stream, whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from slipcast.engine.build import model_class
-from slipcast.engine.conversion import Conversion, convert_header
+from slipcast.engine.conversion import convert_header
+from slipcast.engine.converted import Conversion
+from slipcast.engine.precision import family_dtype
+from slipcast.engine.quantised_model import CONFIG_VERSION, QUANT_METHOD
 from slipcast.engine.safetensors_writer import Progress, write_tensors
+from slipcast.engine.written_format import Wanted
+from slipcast.engine.written_proof import prove_written
 from slipcast.registry.claims import Layout
 from slipcast.registry.errors import SettingsError, UnsupportedFileError
 from slipcast.registry.identify import Match
 from slipcast.registry.new_files import new_file, new_folder, refuse_place
+from slipcast.registry.quantisation import count_formats
 
 SUFFIX = ".safetensors"
 CONFIG = "config.json"
@@ -33,6 +39,7 @@ class Converted:
         files: the files that were written.
         family: id of the model's family.
         source_layout: whose names the input bears; None where the two namings are one.
+        source_formats: number of the input's weights in each format.
         conversion: names, dtypes and shapes of the output, and what it lacks.
     """
 
@@ -40,6 +47,7 @@ class Converted:
     files: tuple[Path, ...]
     family: str
     source_layout: Layout | None
+    source_formats: Mapping[str, int]
     conversion: Conversion
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,8 +59,10 @@ class Converted:
             "family": self.family,
             "layout": {"from": self.source_layout, "to": conversion.layout},
             "prefix": conversion.prefix,
+            "formats": {"from": dict(self.source_formats), "to": dict(conversion.formats)},
             "tensors": len(conversion.tensors),
             "bytes": conversion.nbytes,
+            "folded": dict(conversion.folded),
             "left_out": dict(conversion.left_out),
             "altered": list(conversion.altered),
         }
@@ -61,8 +71,9 @@ class Converted:
 def convert(
     match: Match,
     out: Path,
-    layout: Layout,
+    layout: Layout | None = None,
     *,
+    wanted: Wanted | None = None,
     prefix: str | None = None,
     overwrite: bool = False,
     others: Sequence[Match] = (),
@@ -70,13 +81,14 @@ def convert(
     progress: Progress | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> Converted:
-    """Write a model in another naming.
+    """Write a model in another naming or another format.
 
     Args:
         match: the identified model.
         out: a file whose name ends in ``.safetensors``; in the model's own names also a folder, which gets the
             weights and a ``config.json``.
-        layout: ``native`` or ``diffusers``, as the model class names its tensors.
+        layout: ``native`` or ``diffusers``, as the model class names its tensors; the input's own where left out.
+        wanted: what its weights shall be in; they stay as they are where left out.
         prefix: what to put before each name; see ``convert_header``.
         overwrite: whether to replace what lies at ``out``.
         others: the other models found in the same file; they are left out.
@@ -86,25 +98,39 @@ def convert(
 
     Raises:
         SlipcastError: as ``convert_header`` does; ``UnsupportedFileError`` where ``out`` is the input itself, is there
-            already, or can't hold the layout; ``LoadCancelled``.
+            already, or can't hold the layout; ``QuantisationError`` for values that can't be quantised or cast;
+            ``LoadCancelled``.
     """
+    layout = layout or match.layout or "native"
     folder = out.is_dir() or out.suffix != SUFFIX
     weights = out / WEIGHTS[match.family.model.partition(".")[0]] if folder else out
     _check_destination(match, out, weights, layout, folder=folder, prefix=prefix, overwrite=overwrite)
-    conversion = convert_header(match, layout, prefix=prefix, others=others, unexpected=unexpected)
-    metadata = dict(match.header.metadata)
+    conversion = convert_header(match, layout, wanted=wanted, prefix=prefix, others=others, unexpected=unexpected)
+    metadata = dict(conversion.metadata)
     if layout == "diffusers":
         metadata.setdefault("format", "pt")  # transformers refuses files without it
     with ExitStack() as stack:
         files = [weights]
-        if folder:
+        settings = _config(match, conversion) if folder else None
+        if settings is not None:
             stack.enter_context(new_folder(out))
             files.append(out / CONFIG)
             config = stack.enter_context(new_file(files[1], overwrite=overwrite))
-            config.write(_config(match).encode())
+            config.write((json.dumps(settings, indent=2, sort_keys=False) + "\n").encode())
         file = stack.enter_context(new_file(weights, overwrite=overwrite))
-        write_tensors(file, match.header, conversion.tensors, metadata, progress=progress, cancelled=cancelled)
-    return Converted(out, tuple(files), match.family.id, match.layout, conversion)
+        write_tensors(
+            file,
+            match.header,
+            conversion.tensors,
+            metadata,
+            weights=match.everything.weights,
+            progress=progress,
+            cancelled=cancelled,
+        )
+        file.flush()
+        prove_written(Path(file.name), match, conversion, settings)
+    formats = count_formats(match.bundles.values())
+    return Converted(out, tuple(files), match.family.id, match.layout, formats, conversion)
 
 
 def _check_destination(
@@ -151,12 +177,26 @@ def _check_destination(
         refuse_place(path, overwrite=overwrite)
 
 
-def _config(match: Match) -> str:
-    """The text of a folder's config.json: the constructor's arguments, and the class that they are for."""
+def _config(match: Match, conversion: Conversion) -> dict[str, Any]:
+    """A folder's config.json: the class, the constructor's arguments, and what quantised layers are in.
+
+    With the last diffusers refuses the folder, rather than take codes for weights.
+    """
     library, _, name = match.family.model.partition(".")
     if library == "diffusers":
         head: dict[str, Any] = {"_class_name": name, "_diffusers_version": version("diffusers")}
     else:
         kind: Any = model_class(match.family.model)
         head = {"architectures": [name], "model_type": kind.config_class.model_type}
-    return json.dumps({**head, **match.config}, indent=2, sort_keys=False) + "\n"
+    layers = {
+        name.removesuffix(".weight"): codec for name, codec in conversion.codecs.items() if name.endswith(".weight")
+    }
+    if not layers:
+        return {**head, **match.config}
+    described = {
+        "quant_method": QUANT_METHOD,
+        "version": CONFIG_VERSION,
+        "compute_dtype": family_dtype(match.family.precision, match.bundles.values())[0],
+        "modules": layers,
+    }
+    return {**head, **match.config, "quantization_config": described}

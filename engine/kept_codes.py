@@ -98,7 +98,7 @@ def _common_codec(rows: Sequence[CodedRows]) -> tuple[Codec | None, str]:
         assert codec is not None
         if isinstance(codec, Float8) and codec.dtype is torch.float8_e5m2:
             return None, "its codes are e5m2, which no layer keeps"
-        if side_law(each.piece.operation, _granularity(codec)) is SideLaw.FOLDED:
+        if side_law(each.piece.operation, granularity_of(codec)) is SideLaw.FOLDED:
             return None, f"the key map's {each.piece.operation} breaks its scale"
     if len({each.bundle.name for each in rows}) == 1:
         return rows[0].codec, ""
@@ -115,7 +115,8 @@ def _by_row(codec: Codec | None) -> Codec | None:
     return replace(codec, granularity="row")
 
 
-def _granularity(codec: Codec) -> Granularity:
+def granularity_of(codec: Codec) -> Granularity:
+    """How many weights share one scale of a codec, as the laws of the key map's operations put it."""
     if not isinstance(codec, ScaledCodec) or codec.granularity == "block":
         return "block"
     return "row" if codec.granularity == "row" else "tensor"

@@ -37,7 +37,7 @@ def decide_dtype(
     elif saved is not None:
         dtype, reason = saved, "the model computed in it when it was saved"
     else:
-        dtype, reason = _family_dtype(precision, bundles)
+        dtype, reason = family_dtype(precision, bundles)
     if dtype == "float16" and precision.fp16 == "unsafe":
         dtype, reason = "float32", "activations of this family overflow float16"
     if requested == "auto" and not device.computes(dtype):
@@ -45,7 +45,8 @@ def decide_dtype(
     return Decision(requested=requested, engaged=dtype, reason=reason)
 
 
-def _family_dtype(precision: Precision, bundles: Iterable[Bundle]) -> tuple[str, str]:
+def family_dtype(precision: Precision, bundles: Iterable[Bundle]) -> tuple[str, str]:
+    """The dtype that a family, or the file that it is asked of, is to be computed in on any device, and why."""
     if precision.compute != "checkpoint":
         return precision.compute, "the family's compute dtype"
     held: Counter[str] = Counter()

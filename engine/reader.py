@@ -37,6 +37,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 """The safetensors names of dtypes that torch has."""
 
+SAFETENSORS_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in TORCH_DTYPES.items()})
+"""The other way round."""
+
 
 class Reader(Protocol):
     """Gives the elements of a tensor of the file, on the CPU.

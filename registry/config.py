@@ -77,6 +77,11 @@ def _same_class(family: Family, header: Header) -> None:
         )
 
 
+def reads_header(expression: Any) -> bool:
+    """Whether an entry of a family's ``config:`` is an expression that reads a header, rather than a constant."""
+    return isinstance(expression, str) and _READS_HEADER.search(expression) is not None
+
+
 def _conflicts(
     expressions: Mapping[str, Any], inferred: Mapping[str, Any], recorded: Mapping[str, Any], place: str = ""
 ) -> list[str]:
@@ -87,11 +92,7 @@ def _conflicts(
         if isinstance(expression, Mapping):
             if isinstance(recorded[key], Mapping):
                 found += _conflicts(expression, inferred[key], recorded[key], f"{place}{key}.")
-        elif (
-            isinstance(expression, str)
-            and _READS_HEADER.search(expression)
-            and _plain(inferred[key]) != _plain(recorded[key])
-        ):
+        elif reads_header(expression) and _plain(inferred[key]) != _plain(recorded[key]):
             found.append(f"{place}{key}: config.json says {recorded[key]!r}, the tensors show {inferred[key]!r}")
     return found
 

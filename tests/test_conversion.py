@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from slipcast.engine.conversion import Conversion, convert_header
+from slipcast.engine.conversion import convert_header
+from slipcast.engine.converted import Conversion
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
-from slipcast.registry.errors import AccountingError, SettingsError, UnsupportedFormatError
+from slipcast.registry.errors import AccountingError, SettingsError
 from slipcast.registry.identify import Match, identify
 from support.recorded import recorded, write_checkpoint
 
@@ -79,12 +80,6 @@ def test_wide_items_come_first_so_that_all_are_aligned(tmp_path: Path) -> None:
     assert [tensor.dtype for tensor in tensors[:3]] == ["F32", "F32", "BF16"]
     starts = [tensor.extracts[0].tensor.start for tensor in tensors[2:]]
     assert starts == sorted(starts)
-
-
-def test_quantised_weights_are_refused_by_their_format(tmp_path: Path) -> None:
-    match = _match(tmp_path, "z-image-turbo--kijai-fp8-scaled")
-    with pytest.raises(UnsupportedFormatError, match=r"fp8_scaled \(\d+ weights\)"):
-        convert_header(match, "diffusers")
 
 
 def test_a_prefix_that_nobody_would_look_under_is_refused(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""``slipcast convert``: writes a checkpoint back in another naming."""
+"""``slipcast convert``: writes a checkpoint in another naming or another format."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -14,6 +15,8 @@ from slipcast.registry.inspection import identify_path
 
 if TYPE_CHECKING:
     from slipcast.engine.convert import Converted
+    from slipcast.engine.written_format import Spelling
+    from slipcast.registry.claims import Layout
 
 
 @click.command("convert")
@@ -22,8 +25,26 @@ if TYPE_CHECKING:
 @click.option(
     "--layout",
     type=click.Choice(["native", "diffusers"]),
-    required=True,
-    help="Whose names to give the tensors: those of the family's own files, or those of the model class.",
+    help="Whose names to give the tensors: those of the family's own files, or those of the model class. Left out: "
+    "the file's own.",
+)
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["bf16", "fp16", "fp32", "fp8_scaled", "mxfp8", "nvfp4", "int8", "int8_convrot"]),
+    help="What to write the weights in: a dtype, for all of them, or a format of codes, for those that the family lets "
+    "be quantised. Left out: as they are.",
+)
+@click.option(
+    "--spelling",
+    type=click.Choice(["comfy", "legacy"]),
+    help="How scales are called: weight_scale, and a comfy_quant marker for each layer, or, of fp8 alone, scale_weight "
+    "and one scaled_fp8 marker. Left out: as the file has them, of new codes comfy.",
+)
+@click.option(
+    "--scale",
+    type=click.Choice(["tensor", "row"]),
+    help="How far one scale of fp8 or int8 reaches. Left out: tensor for fp8, row for int8, as ComfyUI reads them.",
 )
 @click.option(
     "--prefix",
@@ -37,34 +58,44 @@ if TYPE_CHECKING:
 def command(
     path: Path,
     out: Path,
-    layout: str,
+    layout: Layout | None,
+    format_: str | None,
+    spelling: Spelling | None,
+    scale: Literal["tensor", "row"] | None,
     prefix: str | None,
     overwrite: bool,
     assignments: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Write the checkpoint PATH to OUT in another naming.
+    """Write the checkpoint PATH to OUT in another naming, or its weights in another format.
 
-    Values and dtypes stay as they are. OUT is a file whose name ends in .safetensors; with --layout diffusers it may
-    also be a folder, which gets the weights and a config.json. It is there whole or not at all.
+    What is not asked to change stays as it is, codes and scales too. OUT is a file whose name ends in .safetensors; in
+    the model's names it may also be a folder, which gets the weights and a config.json. It is there whole or not at
+    all.
 
     \b
     Examples:
       slipcast convert model.safetensors transformer --layout diffusers
       slipcast convert transformer model.safetensors --layout native --prefix model.diffusion_model.
+      slipcast convert model.safetensors small.safetensors --format fp8_scaled
+      slipcast convert small.safetensors plain.safetensors --format bf16
 
-    What the family drops is left out, and said.
+    What the family drops is left out, and said. In a file that is quantised already, --format leaves layers that are
+    not alone, unless the setting fp8.remainder is quantise.
     """
     settings = api.resolve(path, call_settings(assignments))
     identified = identify_path(path, settings)
     from slipcast.engine.convert import convert  # imports torch, which a wrong path should not wait for
+    from slipcast.engine.written_format import Wanted
 
     main = identified.main
+    wanted = Wanted(format_, spelling, scale, settings.fp8.remainder)
     with progress_bar(out.name) as progress:
         converted = convert(
             main,
             out,
-            "native" if layout == "native" else "diffusers",
+            layout,
+            wanted=wanted,
             prefix=prefix,
             overwrite=overwrite,
             others=[match for match in identified.matches if match.header is main.header],
@@ -85,11 +116,17 @@ def _write(converted: Converted) -> None:
             ("family", converted.family),
             ("layout", f"from {converted.source_layout or 'both namings, which are one,'} to {conversion.layout}"),
             ("prefix", conversion.prefix or "none"),
+            ("formats", f"from {_counts(converted.source_formats)} to {_counts(conversion.formats)}"),
             ("tensors", f"{len(conversion.tensors)}, {exact_bytes(conversion.nbytes)}"),
             ("written", [str(file) for file in converted.files]),
+            ("dequantised", [f"{name}: {reason}" for name, reason in conversion.folded.items()]),
             ("left out", [f"{name}: {reason}" for name, reason in conversion.left_out.items()]),
             ("altered", list(conversion.altered)),
         ]
     )
     if conversion.left_out:
         write("What was left out is lost: converting back does not bring it.")
+
+
+def _counts(formats: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in formats.items())

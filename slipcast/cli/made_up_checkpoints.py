@@ -20,7 +20,7 @@ from slipcast.engine.codecs.gguf import GGUF
 from slipcast.engine.codecs.int8 import Int8
 from slipcast.engine.codecs.mxfp8 import MXFP8
 from slipcast.engine.codecs.nvfp4 import NVFP4, SCALE_2
-from slipcast.engine.conversion import ConvertedTensor
+from slipcast.engine.converted import ConvertedTensor
 from slipcast.engine.plan import Plan, Target
 from slipcast.engine.reader import TORCH_DTYPES
 from slipcast.engine.safetensors_writer import header_bytes
