@@ -128,6 +128,16 @@ def test_no_name_of_a_file_breaks_the_text(names: list[str]) -> None:
     assert set(draft.family.identify.has) <= {*names, "fine.weight"}
 
 
+def test_what_a_file_says_stays_in_its_comment() -> None:
+    names = [f"model.diffusion_model.{letter}.weight" for letter in "abc"] + ["out\nkeys: {b: c}.weight"]
+    header = _header(dict.fromkeys(names, (2, 2)), {"evil\nconfig: {b: 1}": 1, "fine": "\x85\u2028x"})
+    draft = draft_family(header, "mine", load_catalogue())
+    assert "begin with: out\\nkeys" in draft.text
+    assert "#   evil\\nconfig: {b: 1}: 1" in draft.text
+    assert draft.text.isascii()
+    assert (dict(draft.family.keys), dict(draft.family.config)) == ({}, {})
+
+
 @pytest.mark.parametrize("id_", ["123", "1e3", "null", "true", "a.b-2"])
 def test_ids_that_yaml_would_read_otherwise(id_: str) -> None:
     assert draft_family(_header({"a.weight": (2, 2)}), id_, load_catalogue()).family.id == id_

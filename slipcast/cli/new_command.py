@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from shlex import quote
 
 import click
 
@@ -72,7 +73,7 @@ def command(
     if as_json:
         write_json(_summary(draft, file))
     else:
-        _write(draft, file, path)
+        _write(draft, file, path, guessed=kind is None)
 
 
 def _header(checkpoint: Checkpoint, component: str | None, catalogue: Catalogue) -> Header:
@@ -136,13 +137,13 @@ def _summary(draft: Draft, file: Path) -> dict[str, object]:
     }
 
 
-def _write(draft: Draft, file: Path, path: Path) -> None:
+def _write(draft: Draft, file: Path, path: Path, *, guessed: bool) -> None:
     family = draft.family
     unknown = family.model == PLACEHOLDER
     write_heading(str(file))
     write_facts(
         [
-            ("kind", f"{family.kind}, guessed"),
+            ("kind", f"{family.kind}, guessed" if guessed else family.kind),
             ("class", "to be filled in" if unknown else family.model),
             ("prefix", family.prefixes[0] or "none"),
             ("evidence", list(family.identify.has)),
@@ -151,5 +152,5 @@ def _write(draft: Draft, file: Path, path: Path) -> None:
     )
     folder = file.parent if family.kind == "denoiser" else file.parent.parent
     write("Decide what the file marks TODO, then see what it makes of the checkpoint:")
-    write(f"  slipcast inspect {path} --set 'families=[{folder}]'")
-    write(f"  slipcast check {file}")
+    write(f"  slipcast inspect {quote(str(path))} --set {quote(f'families=[{folder}]')}")
+    write(f"  slipcast check {quote(str(file))}")
