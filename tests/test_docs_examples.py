@@ -54,6 +54,8 @@ def prepare(line: str) -> None:
     """Make what a command line reads besides the checkpoint."""
     if "plan.json" in line and ">" not in line:
         Path("plan.json").write_text(output_of("plan", "model.safetensors", "--json"), encoding="utf-8")
+    if "convert small.safetensors" in line:
+        output_of("convert", "model.safetensors", "small.safetensors", "--format", "fp8_scaled")
     if "transformer model.safetensors" in line or "pipeline/" in line:
         output_of("convert", "model.safetensors", "transformer", "--layout", "diffusers")
         Path("model.safetensors").unlink()

@@ -14,6 +14,7 @@ from slipcast.cli.docs_formats import DEVICES, MODES, Outcome, formats_table
 from slipcast.cli.made_up_checkpoints import FORMATS, FileFormat, Outline, outline, write_checkpoint
 from slipcast.demo.run import CHECKPOINT
 from slipcast.engine.planner import LOADABLE_FORMATS, make_plan
+from slipcast.engine.written_format import SCALES
 from slipcast.registry.inspection import identify_path
 from slipcast.registry.settings import resolve_settings
 from support.command_line import json_of
@@ -27,7 +28,7 @@ def tables() -> list[list[list[str]]]:
     """The tables of the document, as rows of cells without their rulers."""
     blocks = re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE)
     return [
-        [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in block.splitlines()] for block in blocks
+        [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()] for block in blocks
     ]
 
 
@@ -124,6 +125,11 @@ def test_the_other_table_has_every_format_of_the_contract() -> None:
     loads = {name: row[2] for row in RECOGNITION[2:] for name in re.findall(r"`(\w+)`", row[0])}
     assert list(loads) == re.findall(r"`(\w+)`", named[1])
     assert {name for name, text in loads.items() if text != "refused"} == LOADABLE_FORMATS
+
+
+def test_what_is_written_is_what_convert_takes() -> None:
+    written = {name for row in RECOGNITION[2:] if row[4] for name in re.findall(r"`(\w+)`", row[0])}
+    assert written - {"plain"} == set(SCALES)
 
 
 def test_the_types_of_gguf_are_those_that_decode() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,15 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize("document", list(DOCUMENTS))
 def test_documents_are_current(document):
     assert current(ROOT / document, DOCUMENTS[document]) == (ROOT / document).read_text(encoding="utf-8")
+
+
+def test_every_generated_part_has_a_generator():
+    marked = {
+        (f"docs/{path.name}", name)
+        for path in (ROOT / "docs").glob("*.md")
+        for name in re.findall(r"<!-- (\w+): written by 'make docs' -->", path.read_text(encoding="utf-8"))
+    }
+    assert marked == {(document, name) for document, parts in DOCUMENTS.items() for name in parts}
 
 
 def cells(table):
