@@ -77,6 +77,12 @@ def test_evidence_is_the_smallest_set() -> None:
     assert all(not set(chosen) <= there for there in known.values())
 
 
+def test_more_names_where_a_few_are_not_enough() -> None:
+    names = [f"{letter}.weight" for letter in "abcde"]
+    known = {name: (set(names) - {name}).__contains__ for name in names}
+    assert set(distinguishing_names(names, known)[0]) == set(names)
+
+
 @settings(deadline=None)
 @given(st.lists(st.sets(st.sampled_from("abcdefg")), max_size=8), st.sets(st.sampled_from("abcdefg"), min_size=1))
 def test_every_known_thing_lacks_a_name_or_has_all(worlds: list[set[str]], names: set[str]) -> None:
