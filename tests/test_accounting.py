@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import slipcast
+from slipcast.engine.accounting import account
+from slipcast.registry.catalogue import load_catalogue
+from slipcast.registry.checkpoint import read_checkpoint
+from slipcast.registry.claims import strip_prefix
 from slipcast.registry.errors import AccountingError, ConfigError, UnsupportedFormatError
+from slipcast.registry.identify import identify
 from support.fp8_checkpoints import Scaled, fp8_file
 from support.isolation import isolate
 from support.tiny_z_image import CONFIG, Tensors, natively, tiny_tensors, write_folder
@@ -38,6 +44,23 @@ def _refusal(tmp_path: Path, tensors: Tensors, prefix: str = "", **settings: Any
         slipcast.load(path, device="cpu", **settings)
     assert caught.value.path == str(path)
     return caught.value
+
+
+def test_tensors_of_another_model_in_the_same_file_are_left_to_it(tmp_path: Path, tensors: Tensors) -> None:
+    save_file(
+        {"a." + name: tensor for name, tensor in tensors.items()} | {"b.x": torch.ones(2)}, tmp_path / "m.safetensors"
+    )
+    (tmp_path / "families").mkdir()
+    text = Path(slipcast.__path__[0], "families", "z-image.yaml").read_text().replace("id: z-image", "id: own")
+    (tmp_path / "families" / "own.yaml").write_text(text.replace("prefixes: [", "prefixes: [a., "))
+    catalogue = load_catalogue([tmp_path / "families"])
+    (match,) = identify(read_checkpoint(tmp_path / "m.safetensors"), catalogue, family="own")
+    other = replace(match, prefix="b.", bundles=strip_prefix(match.everything.weights, "b."))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with pytest.raises(AccountingError):
+        account(match, shapes, {}, others=[match])
+    (fate,) = account(match, shapes, {}, others=[match, other]).unused
+    assert (fate.name, fate.fate) == ("b.x", "other component")
 
 
 def test_one_tensor_missing(tmp_path: Path, tensors: Tensors) -> None:

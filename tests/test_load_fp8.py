@@ -73,8 +73,7 @@ def _kept_targets(loaded: Any) -> set[str]:
     return {target.name for target in loaded.report.plan.targets if target.how == "keep"}
 
 
-@pytest.mark.parametrize("rows", [None, 7])
-@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize(("mmap", "rows"), [(True, None), (False, 7)])
 @pytest.mark.parametrize("kind", SCALES | {kind: how for kind, (how, _) in FOLDED.items()})
 def test_dequantised_weights_are_codes_times_scale(
     tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch, kind: str, mmap: bool, rows: int | None
@@ -200,14 +199,14 @@ def test_a_marker_that_contradicts_the_codes_is_noted(tmp_path: Path, tensors: T
     assert f"{QUANTISED[0]}.weight: marked as 'float8_e4m3fn', stored as F8_E5M2" in loaded.report.plan.notes
 
 
-def test_a_calibrated_input_scale_belongs_to_its_weight(tmp_path: Path, tensors: Tensors) -> None:
+def test_a_calibrated_input_scale_is_dropped_where_no_product_takes_it(tmp_path: Path, tensors: Tensors) -> None:
     file = fp8_file(tensors, QUANTISED[:2], Scaled("1", "old"))
     file.native[f"{QUANTISED[0]}.scale_input"] = torch.tensor(0.5)
     loaded = _load(file, tmp_path)
     _check_values_without(loaded.model, file, f"{QUANTISED[0]}.scale_input")
     fates = {tensor.name: tensor for tensor in loaded.report.plan.tensors}
     side = fates[f"{QUANTISED[0]}.scale_input"]
-    assert (side.fate, side.reason) == ("side tensor", f"input_scale of {QUANTISED[0]}.weight")
+    assert (side.fate, side.reason) == ("dropped", f"no product of {QUANTISED[0]}.weight takes it")
 
 
 def _check_values_without(model: nn.Module, file: Fp8File, name: str) -> None:

@@ -87,8 +87,7 @@ def _check(model: nn.Module, expected: Tensors) -> None:
     assert held == {}
 
 
-@pytest.mark.parametrize("rows", [None, 5])
-@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize(("mmap", "rows"), [(True, None), (False, 5)])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_is_undone_on_values(
     tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch, operation: str, mmap: bool, rows: int | None
@@ -119,10 +118,9 @@ def _plain(tmp_path: Path, tensors: Tensors) -> Path:
     return path
 
 
-@pytest.mark.parametrize("rows", [None, 5])
-@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize(("mmap", "rows"), [(True, None), (False, 5)])
 @pytest.mark.parametrize("fp8", ["auto", "off"])
-@pytest.mark.parametrize("scale", ["", "N", "N1"])
+@pytest.mark.parametrize("scale", ["", "N"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_is_undone_on_codes_and_their_scales(
     tmp_path: Path,
@@ -188,8 +186,7 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("rows", [None, 7])
-@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize(("mmap", "rows"), [(True, None), (False, 7)])
 @pytest.mark.parametrize("kind", SUMS)
 def test_rows_that_the_file_has_apart_are_joined(
     tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch, kind: str, mmap: bool, rows: int | None

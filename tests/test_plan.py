@@ -211,6 +211,8 @@ def test_a_card_that_is_not_there(published: Path) -> None:
     assert whole.verdict.needed == whole.bytes.device_peak
     assert whole.verdict.available == 24 * 2**30 - 512 * MIB
     assert "MiB are left for activations" in whole.verdict.advice
+    assert not any(target.mapped for target in whole.targets)
+    assert whole.settings["mmap"].engaged == "false"
     tight = slipcast.plan(published, device="cuda:8.6,10GiB", dtype="bfloat16")
     fp8 = slipcast.plan(published, device="cuda:8.6,10GiB", dtype="bfloat16", fp8="storage")
     assert tight.verdict is not None
