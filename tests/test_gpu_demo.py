@@ -1,4 +1,4 @@
-"""The demonstration's trained model in fp8 compute: a GPU against the emulation on a CPU, and streamed against resident."""
+"""The trained model in fp8 compute: a GPU against the emulation on a CPU, and streamed against resident."""
 
 from __future__ import annotations
 
