@@ -12,7 +12,7 @@ from slipcast.registry.errors import AccountingError, QuantisationError
 from slipcast.registry.header import Shape
 from slipcast.registry.identify import Match
 from slipcast.registry.keymap.link import Link, Term
-from slipcast.registry.keymap.operations import accepts, joined_shape, native_shape
+from slipcast.registry.keymap.operations import accepts, joined_shape, native_shape, shared_shapes
 from slipcast.registry.quantisation import Bundle
 
 
@@ -115,12 +115,15 @@ def _missing(
 def _logical_shapes(
     link: Link, bundles: Mapping[str, Bundle], shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Shape]]:
-    """The shape of each file's weight of a link; one that its codes pad has the shape that the model needs."""
+    """The shape of each file's weight of a link; one that its codes pad has the shape that the model needs.
+
+    Of several weights whose rows make one of the model's, each has the same share of them.
+    """
     want = _native_shape(link, shapes)
-    for name in link.files:
+    shares = None if want is None else shared_shapes(want, len(link.files))
+    for name, share in zip(link.files, shares or (None,) * len(link.files), strict=True):
         bundle = bundles[name]
-        alone = len(link.files) == 1 and want is not None
-        yield name, want if want is not None and alone and bundle.pads(want) else bundle.shape
+        yield name, share if share is not None and bundle.pads(share) else bundle.shape
 
 
 def _native_shape(link: Link, shapes: Mapping[str, Shape]) -> Shape | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipcast.engine.chunks import chunks, piece_rows
-from slipcast.engine.codecs.base import CODES, SCALE, Codec, Parts
+from slipcast.engine.codecs.base import CODES, SCALE, Codec, Parts, bits
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.codecs.nvfp4 import NVFP4
 from slipcast.engine.codecs.scaled import ScaledCodec
@@ -99,6 +99,8 @@ def _kept_parts(target: Target, weight_of: Open) -> Parts:
         weight = weight_of(ranges[0][0])
         rows = sum(last - first for _, (first, last) in ranges)
         parts = weight.selected([each for _, each in ranges])
+        if ranges[0][0].operation == "transpose":  # only codes without scales stay codes then
+            parts = {CODES: bits(parts[CODES]).t().contiguous().view(parts[CODES].dtype)}
         several.append((_adapted(parts, weight.codec, codec, rows), rows))
     return several[0][0] if len(several) == 1 else codec.join_rows(several)
 

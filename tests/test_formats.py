@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,90 +12,13 @@ from torch import nn
 
 import slipcast
 from slipcast.engine.layers import QuantisedModule
-from support.fp8_checkpoints import in_model_names
 from support.isolation import isolate
-from support.quantised_checkpoints import (
-    EVEN,
-    FOLDED,
-    UNEVEN,
-    Draw,
-    QuantisedFile,
-    fp8,
-    int8,
-    mxfp8,
-    nvfp4,
-    quantised_file,
-)
+from support.quantised_cases import CASES, CONFIGS, draw_file, is_close, promised_codecs
 
 
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     isolate(monkeypatch, tmp_path)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A format as some program writes it.
-
-    Attributes:
-        draw: makes a layer.
-        format: what ``inspect`` calls it.
-        codec: what layers keep their codes in, with "{group}" for rotated columns; "" where they are dequantised.
-        marked: how the file says what its layers are.
-        extra: more tensors of the file.
-        block: what the columns of a layer in this format must be a multiple of.
-    """
-
-    draw: Draw
-    format: str
-    codec: str
-    marked: str = ""
-    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    block: int = 1
-
-
-def _marker(elements: int, dtype: torch.dtype = torch.float8_e4m3fn) -> dict[str, torch.Tensor]:
-    return {"scaled_fp8": torch.zeros(elements).to(dtype)}
-
-
-CONFIGS = {"uneven": UNEVEN, "even": EVEN}
-TENSOR, ROW, BLOCK = (f"float8_e4m3fn/{kind}" for kind in ("tensor", "row", "block16"))
-BF16, E5M2, BYTES = torch.bfloat16, torch.float8_e5m2, torch.uint8
-OLD = "scale_weight"
-ROTATED = "int8_convrot"
-
-CASES: dict[str, Case] = {
-    "legacy": Case(fp8(spelling=OLD, input_scale="scale_input"), "fp8_scaled", TENSOR, extra=_marker(0)),
-    "legacy by rows": Case(fp8("N1", spelling=OLD), "fp8_scaled", ROW, extra=_marker(1)),
-    "legacy, marked in float32": Case(fp8("1", spelling=OLD), "fp8_scaled", TENSOR, extra=_marker(2, torch.float32)),
-    "legacy e5m2, marked e4m3": Case(fp8(spelling=OLD, codes=E5M2), "fp8_scaled", "", extra=_marker(0)),
-    "metadata": Case(fp8(input_scale="input_scale"), "fp8_scaled", TENSOR, "metadata"),
-    "markers": Case(fp8("1", input_scale="input_scale"), "fp8_scaled", TENSOR, "tensors"),
-    "markers, bytes": Case(fp8(container=BYTES), "fp8_scaled", TENSOR, "tensors"),
-    "metadata, bytes of e5m2": Case(fp8(container=BYTES, codes=E5M2), "fp8_scaled", "", "metadata"),
-    "markers without scales": Case(fp8("none"), "fp8_raw", "float8_e4m3fn/none", "tensors"),
-    "unmarked, by rows": Case(fp8("N", dtype=BF16), "fp8_scaled", ROW),
-    "unmarked, by blocks": Case(fp8("NB1", dtype=BF16, spelling=OLD), "fp8_scaled", BLOCK, block=16),
-    "int8 by rows": Case(int8(), "int8", "int8/row", "tensors"),
-    "int8, one scale": Case(int8(""), "int8", "int8/tensor", "metadata"),
-    "int8, unmarked": Case(int8("N", dtype=BF16), "int8", "int8/row"),
-    "int8, rotated": Case(int8(group=256), ROTATED, "int8/row/convrot{group}", "tensors", block=16),
-    "int8, rotated, one scale": Case(int8("", group=16), ROTATED, "int8/tensor/convrot16", "metadata", block=16),
-    "mxfp8": Case(mxfp8(), "mxfp8", "mxfp8", "tensors"),
-    "mxfp8, scales as E8M0": Case(mxfp8(torch.float8_e8m0fnu), "mxfp8", "mxfp8"),
-    "nvfp4": Case(nvfp4(), "nvfp4", "nvfp4/comfy", "tensors"),
-    "nvfp4, unmarked": Case(nvfp4(input_scale=True), "nvfp4", "nvfp4/comfy"),
-    "nvfp4, linear": Case(nvfp4(comfy=False), "nvfp4", "nvfp4/linear", block=16),
-}
-
-
-def _draw(case: Case, config: str) -> QuantisedFile:
-    return quantised_file(case.draw, CONFIGS[config], block=case.block)
-
-
-def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    difference = (actual.detach().double() - expected.double()).abs().max()
-    return bool(difference <= 1e-6 * expected.double().abs().max())
 
 
 def _held_bytes(model: nn.Module) -> int:
@@ -117,7 +39,7 @@ def _check_forward(model: nn.Module, config: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_dequantised(tmp_path: Path, name: str, config: str) -> None:
     case = CASES[name]
-    file = _draw(case, config)
+    file = draw_file(case, config)
     path = file.write(tmp_path / "m.safetensors", marked=case.marked, extra=case.extra)
     formats = dict(slipcast.inspect(path).formats)
     assert formats.pop("plain") > 20
@@ -128,7 +50,7 @@ def test_dequantised(tmp_path: Path, name: str, config: str) -> None:
         _check_report(loaded)
         held = loaded.model.state_dict()
         assert held.keys() == expected.keys()
-        assert [key for key, tensor in expected.items() if not _is_close(held[key], tensor)] == []
+        assert [key for key, tensor in expected.items() if not is_close(held[key], tensor)] == []
         assert {tensor.dtype for tensor in held.values()} == {torch.float32}
     assert loaded.report.plan.folded.keys() == set(file.values)
 
@@ -142,7 +64,7 @@ def _check_report(loaded: slipcast.Loaded) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_kept(tmp_path: Path, name: str, config: str) -> None:
     case = CASES[name]
-    file = _draw(case, config)
+    file = draw_file(case, config)
     path = file.write(tmp_path / "m.safetensors", marked=case.marked, extra=case.extra, prefix="diffusion_model.")
     expected = file.expected()
     for mmap in (True, False):
@@ -152,22 +74,7 @@ def test_kept(tmp_path: Path, name: str, config: str) -> None:
         held = dict(loaded.model.named_parameters())
         for key, tensor in expected.items():
             layer = layers.get(key.removesuffix(".weight"))
-            assert _is_close(held[key] if layer is None else layer.dequantised_weight(), tensor), key
+            assert is_close(held[key] if layer is None else layer.dequantised_weight(), tensor), key
         codecs = {key: module.codec.name for key, module in layers.items()}
-        assert codecs == _promised(case, file)
+        assert codecs == promised_codecs(case, file)
     _check_forward(loaded.model, CONFIGS[config])
-
-
-def _promised(case: Case, file: QuantisedFile) -> dict[str, str]:
-    """The codec of each layer that keeps its codes."""
-    if not case.codec:
-        return {}
-    native = {key: tensor for key, tensor in file.values.items() if key.removesuffix(".weight") not in FOLDED}
-    return {
-        key.removesuffix(".weight"): case.codec.format(group=_group(tensor.shape[1]))
-        for key, tensor in in_model_names(native).items()
-    }
-
-
-def _group(columns: int) -> int:
-    return next((group for group in (256, 64, 16) if columns % group == 0), 0)

@@ -39,4 +39,5 @@ def e5m2(codes: np.ndarray) -> np.ndarray:
     """float8_e5m2: 1-5-2, bias 15, IEEE-like, largest 57344."""
     values = small_float(codes, 5, 2, 15)
     special = (codes >> 2) & 0x1F == 0x1F
-    return np.where(special, np.where(codes & 3, np.nan, np.sign(values) * np.inf), values)
+    infinite = np.copysign(np.inf, values)
+    return np.where(special, np.where(codes & 3, np.nan, infinite), values)

@@ -212,14 +212,21 @@ def int8(scale: str = "N1", *, group: int = 0, dtype: torch.dtype = torch.float3
     return draw
 
 
-def mxfp8(dtype: torch.dtype = torch.uint8) -> Draw:
-    """mxfp8 as ComfyUI writes it; the scales in U8 or, as torch has them, in F8_E8M0."""
+def mxfp8(dtype: torch.dtype = torch.uint8, *, clean: bool = False) -> Draw:
+    """mxfp8 as ComfyUI writes it; the scales in U8 or, as torch has them, in F8_E8M0.
+
+    Only where ``clean`` is padding of zeros; else it is random too, for nobody should look at it.
+    """
 
     def draw(random: np.random.Generator, rows: int, columns: int) -> Layer:
         padded = _up(rows, 32), _up(columns, 32)
         codes = float8_bytes(random, padded)
         scale = random.integers(112, 116, (_up(rows, 128), _up(padded[1] // 32, 4))).astype(np.uint8)
         scale[random.random(scale.shape) < 0.1] = 0
+        if clean:
+            codes[rows:] = 0
+            codes[:, columns:] = 0
+            _blank(scale, rows, padded[1] // 32)
         weight = quantised_formats.mxfp8(codes, scale, rows, columns)
         tensors = {
             "weight": torch.from_numpy(codes).view(torch.float8_e4m3fn),
@@ -230,8 +237,8 @@ def mxfp8(dtype: torch.dtype = torch.uint8) -> Draw:
     return draw
 
 
-def nvfp4(*, comfy: bool = True, input_scale: bool = False) -> Draw:
-    """nvfp4 in one of its layouts; the linear one needs whole blocks of columns."""
+def nvfp4(*, comfy: bool = True, input_scale: bool = False, clean: bool = False) -> Draw:
+    """nvfp4 in one of its layouts; the linear one needs whole blocks of columns. ``clean`` as of mxfp8."""
 
     def draw(random: np.random.Generator, rows: int, columns: int) -> Layer:
         padded = (_up(rows, 16), _up(columns, 16)) if comfy else (rows, columns)
@@ -239,6 +246,10 @@ def nvfp4(*, comfy: bool = True, input_scale: bool = False) -> Draw:
         blocks = padded[1] // 16
         grid = (_up(rows, 128), _up(blocks, 4)) if comfy else (rows, blocks)
         scale = random.integers(0x28, 0x48, grid).astype(np.uint8)
+        if clean and comfy:
+            codes[rows:] = 0
+            codes[:, columns // 2 :] = 0
+            _blank(scale, rows, blocks)
         scale_2 = torch.tensor(TYPICAL / 3, dtype=torch.float32) * float(random.uniform(0.5, 2))
         weight = quantised_formats.nvfp4(codes, scale, float(scale_2), rows, columns, comfy)
         tensors = {
@@ -251,6 +262,14 @@ def nvfp4(*, comfy: bool = True, input_scale: bool = False) -> Draw:
         return Layer(tensors, weight, {"format": "nvfp4"})
 
     return draw
+
+
+def _blank(scale: np.ndarray, rows: int, columns: int) -> None:
+    """Make the scales of a swizzled grid zero where they belong to no row or block column."""
+    order = quantised_formats.scale_grid(np.arange(scale.size).reshape(scale.shape), *scale.shape)
+    padding = np.ones(scale.shape, bool)
+    padding[:rows, :columns] = False
+    scale.reshape(-1)[order[padding]] = 0
 
 
 def _up(number: int, multiple: int) -> int:
