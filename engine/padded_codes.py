@@ -39,8 +39,20 @@ class PaddedCodes:
         """Whether a weight in a codec has a padded shape that the family reads a size off."""
         if not pads(codec, weight.shape):
             return False
-        padded = {**self.shapes, weight.name: stored_shape(codec, weight.shape)}
-        return self._read(padded) != self._unpadded
+        padded = {
+            name: stored_shape(codec, self.shapes[name]) for name in self._siblings.get(weight.name, (weight.name,))
+        }
+        return self._read({**self.shapes, **padded}) != self._unpadded
+
+    @cached_property
+    def _siblings(self) -> dict[str, list[str]]:
+        """For a checkpoint in the model's names: the weights that are one in the family's names, which pad alike."""
+        if self.layout != "diffusers":
+            return {}
+        groups = ([term.model for term in link.terms] for link in self.family.key_map.links(self.shapes))
+        return {
+            name: group for group in groups for name in group if len(group) > 1 and all(n in self.shapes for n in group)
+        }
 
     @cached_property
     def _unpadded(self) -> Any:

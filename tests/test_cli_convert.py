@@ -59,3 +59,46 @@ def test_tensors_that_may_be_left_over(tmp_path: Path) -> None:
     assert run("convert", path, out, "--layout", "diffusers").exit_code == 2
     written = json_of("convert", path, out, "--layout", "diffusers", "--set", "unexpected=[extra.*]")
     assert list(written["left_out"]) == ["extra.weight"]
+
+
+def test_another_format(tmp_path: Path, native: Path) -> None:
+    out, plain = tmp_path / "int8.safetensors", tmp_path / "plain.safetensors"
+    written = json_of("convert", native, out, "--format", "int8", "--scale", "tensor")
+    quantised = written["formats"]["to"]["int8"]
+    assert quantised > 20
+    assert written["formats"] == {
+        "from": {"plain": len(load_file(native))},
+        "to": {"plain": len(load_file(native)) - quantised, "int8": quantised},
+    }
+    assert (written["folded"], written["layout"]) == ({}, {"from": "native", "to": "native"})
+    assert load_file(out)["layers.0.attention.qkv.weight_scale"].shape == ()
+    shown = output_of("convert", out, plain, "--format", "fp32", "--layout", "diffusers")
+    assert f"int8 ({quantised})" in shown
+    assert "from native to diffusers" in shown
+    assert {tensor.dtype for tensor in load_file(plain).values()} == {torch.float32}
+
+
+def test_the_legacy_spelling(tmp_path: Path, native: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    json_of("convert", native, out, "--format", "fp8_scaled", "--spelling", "legacy")
+    assert {"scaled_fp8", "layers.0.attention.qkv.scale_weight"} <= load_file(out).keys()
+    error = json_of("convert", native, out, "--format", "int8", "--spelling", "legacy", "--overwrite", exit_code=2)
+    assert (error["error"], error["field"]) == ("SettingsError", "spelling")
+
+
+def test_the_remainder_is_a_setting(tmp_path: Path, native: Path) -> None:
+    layer = "layers.0.feed_forward.w1"
+    tensors = load_file(native)
+    path, out = tmp_path / "one.safetensors", tmp_path / "out.safetensors"
+    scale = {f"{layer}.weight_scale": torch.tensor(0.01)}
+    save_file({**tensors, f"{layer}.weight": torch.ones(170, 64, dtype=torch.int8), **scale}, path)
+    assert json_of("convert", path, out, "--format", "int8")["formats"]["to"]["int8"] == 1
+    more = json_of("convert", path, out, "--format", "int8", "--overwrite", "--set", "fp8.remainder=quantise")
+    assert more["formats"]["to"]["int8"] > 20
+
+
+def test_weights_that_lose_their_codes_are_shown(tmp_path: Path, native: Path) -> None:
+    model, out = tmp_path / "model.safetensors", tmp_path / "out.safetensors"
+    json_of("convert", native, model, "--format", "nvfp4", "--layout", "diffusers")
+    shown = output_of("convert", model, out, "--layout", "native")
+    assert "layers.0.attention.qkv.weight: the weights whose rows make it have different scales" in shown
