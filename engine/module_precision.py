@@ -182,8 +182,11 @@ class ModuleChooser:
         return "float32" if self.rules.stays_fp32(name) else self.compute_dtype
 
     def _remainder_decision(self) -> Decision | None:
-        if self.fp8 not in ("storage", "compute"):
+        if self.fp8 == "off":
             return None
+        if self.fp8 == "keep":
+            reason = "a file in other codes than fp8 stays as it is"
+            return Decision(requested=self.settings.remainder, engaged="keep", reason=reason)
         if not self._file_is_quantised:
             reason = "the file is not quantised, so this has no bearing"
         elif self.settings.remainder == "keep":

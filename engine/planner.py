@@ -85,10 +85,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         return modules, targets, predict_bytes(targets, match, device, settings)
 
     modules, targets, bytes_ = planned(fp8.engaged)
-    if fp8.engaged == "compute" and all(module.products is None for module in modules.modules):
-        fp8 = Decision(requested=fp8.requested, engaged="storage", reason="no layer of it can multiply in float8")
-    if fp8.engaged != "off" and all(module.codec is None for module in modules.modules):
-        fp8 = Decision(requested=fp8.requested, engaged="off", reason="no layer of it can be in fp8, as modules say")
+    fp8 = _as_engaged(fp8, modules)
     return Plan(
         origin=_origin(match, config),
         request=_request(settings),
@@ -108,6 +105,21 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         verdict=weigh_verdict(bytes_, device, settings, fp8, match.family, lambda: planned("storage")[2]),
         notes=(*notes, *match.guesses, *match.everything.problems),
     )
+
+
+def _as_engaged(fp8: Decision, modules: ModuleChoices) -> Decision:
+    """The decision on fp8 as it came out: what no layer could follow is not engaged, and says why."""
+    if fp8.engaged == "off":
+        return fp8
+    coded = [module for module in modules.modules if module.codec is not None]
+    if not coded:
+        reasons = dict.fromkeys(module.reason for module in modules.modules if module.reason)
+        return Decision(requested=fp8.requested, engaged="off", reason="; ".join(("no layer can be in fp8", *reasons)))
+    if fp8.engaged == "compute" and all(module.products is None for module in coded):
+        reasons = dict.fromkeys(module.reason for module in coded if module.reason)
+        reason = "; ".join(("no layer can multiply in float8", *reasons))
+        return Decision(requested=fp8.requested, engaged="storage", reason=reason)
+    return fp8
 
 
 def _codecs(match: Match, accounts: Accounts) -> dict[str, Codec]:

@@ -12,6 +12,7 @@ from slipcast.registry.errors import FamilyFileError
 from slipcast.registry.family import Family
 from slipcast.registry.family_file import FOLDERS, FamilyFile, build_family, read_family_file
 from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.settings_model import PROJECT_FILE
 from slipcast.registry.validation import did_you_mean
 
 _PACKAGE = "slipcast.families"
@@ -125,7 +126,7 @@ def _files_in(root: Path, package: str | None = None) -> Iterator[FamilyFile]:
     subfolders = [path for path in entries if path.is_dir() and not path.name.startswith((".", "__"))]
     for path in [*entries, *(inner for folder in subfolders for inner in sorted(folder.iterdir()))]:
         subfolder = path.relative_to(root).parent.name
-        if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        if path.suffix not in (".yaml", ".yml") or path.name == PROJECT_FILE or not path.is_file():
             continue
         if path.suffix == ".yml" or subfolder not in FOLDERS.values():
             raise FamilyFileError(

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from slipcast.registry.errors import SettingsError
 from slipcast.registry.settings_model import (
     PATHS,
+    PROJECT_FILE,
     SCHEMA_VERSION,
     sections,
     setting_names,
@@ -30,7 +31,6 @@ MIGRATIONS: Mapping[int, Migration] = {}
 
 PREFIX = "SLIPCAST_"
 CONFIG_VARIABLE = "SLIPCAST_CONFIG"
-PROJECT_FILE = "slipcast.yaml"
 USER_FILE = "settings.yaml"
 _PRESET_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 

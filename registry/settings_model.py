@@ -10,6 +10,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 from slipcast.registry.frozen import FrozenMapping
 
 SCHEMA_VERSION = 1
+PROJECT_FILE = "slipcast.yaml"
+"""Name of a project's settings file."""
 
 _CARD = r"cuda:\d{1,2}\.\d, *\d+(\.\d+)? *(GiB|GB|MiB)"
 Text = Annotated[str, StringConstraints(min_length=1)]

@@ -50,7 +50,7 @@ class Application(click.Group):
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
         """Run a command line and end the process with its exit code; errors are said, not raised."""
-        arguments = list(sys.argv[1:] if args is None else args)
+        arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         extra["standalone_mode"] = False
         prepare_streams()
         run = super().main

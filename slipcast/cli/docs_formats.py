@@ -101,9 +101,11 @@ def _outcome(plan: Plan, paths: Sequence[str], format_: FileFormat) -> Outcome:
     text = f"{decision.engaged}: {inside}"
     if decision.engaged == decision.requested:
         return Outcome(text, "")
-    clauses = dict.fromkeys(clause for layer in layers for clause in layer.reason.split("; ") if clause != _AS_IT_IS)
-    reason = "; ".join(filter(None, (decision.reason.replace(f"({format_.name})", "(*format*)"), *clauses)))
-    return Outcome(text, reason)
+    said = [decision.reason.replace(f"({format_.name})", "(*format*)"), *(layer.reason for layer in layers)]
+    clauses = dict.fromkeys(
+        clause for reason in said for clause in reason.split("; ") if clause and clause != _AS_IT_IS
+    )
+    return Outcome(text, "; ".join(clauses))
 
 
 def _layer_text(layer: Module) -> str:
