@@ -69,6 +69,22 @@ def test_resident_bytes_are_a_sum_over_shapes(published: Path) -> None:
     assert plan.bytes.resident == total
 
 
+@pytest.mark.parametrize("chunk_mib", [1, 16])
+def test_peaks_are_the_result_and_one_chunk(published: Path, chunk_mib: int) -> None:
+    settings = {"dtype": "bfloat16", "fp8": "storage", "chunk_mib": chunk_mib}
+    mapped = slipcast.plan(published, device="cpu", **settings)
+    held = sum(target.stored[0].nbytes for target in mapped.targets if target.mapped)
+    assert held > 0
+    scratch = mapped.bytes.host_peak_anonymous - (mapped.bytes.resident - held)
+    assert chunk_mib * MIB * 0.9 < scratch < chunk_mib * MIB * 1.1
+    copied = slipcast.plan(published, device="cpu", mmap=False, **settings).bytes
+    slab = copied.host_peak_anonymous - copied.resident - scratch
+    assert chunk_mib * MIB * 0.4 < slab <= chunk_mib * MIB * 0.5
+    card = slipcast.plan(published, device="cuda:8.6,24GiB", **settings).bytes
+    assert card.device_peak == card.resident + scratch + slab
+    assert card.host_peak_anonymous == slab
+
+
 def test_a_plan_says_what_was_asked_and_why(published: Path) -> None:
     plan = slipcast.plan(published, device="cpu", fp8="compute", dtype="float16", mmap=False)
     dtype, fp8 = plan.settings["dtype"], plan.settings["fp8"]
