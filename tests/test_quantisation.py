@@ -9,23 +9,9 @@ import pytest
 
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.quantisation import assemble, count_formats
+from support.quantised_records import QUANTISED
 from support.raw_safetensors import write_raw
 from support.recorded import recorded, recorded_names, write_checkpoint
-
-QUANTISED = {
-    "flux1-dev--comfyanonymous-fp8-scaled-test": {"fp8_scaled", "fp8_raw"},  # its biases are fp8 without a scale
-    "flux2-dev--comfy-fp8mixed": {"fp8_scaled"},
-    "ideogram4--fp8-official": {"fp8_scaled"},
-    "krea2-turbo--comfy-fp8-scaled": {"fp8_scaled"},
-    "krea2-turbo--comfy-mxfp8": {"mxfp8"},
-    "qwen-image--comfy-fp8-e4m3fn": {"fp8_raw"},
-    "qwen-image-2.1--comfy-int8-convrot": {"int8_convrot"},
-    "qwen-image-2.1--comfy-int8-convrot-partial": {"int8_convrot"},
-    "te-t5xxl--comfy-fp8-raw": {"fp8_raw"},
-    "te-t5xxl--comfy-fp8-scaled": {"fp8_scaled"},
-    "z-image-turbo--comfy-int8-convrot": {"int8_convrot"},
-    "z-image-turbo--kijai-fp8-scaled": {"fp8_scaled"},
-}
 
 
 def bundles_of(name, tmp_path):
