@@ -33,6 +33,8 @@ from measuring import (
     read_through,
 )
 
+from slipcast.registry.settings import parse_assignments
+
 
 def run_slipcast(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Load with slipcast; imports first."""
@@ -144,7 +146,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of slipcast's")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    settings = {**SETTINGS, **dict(assignment.split("=", 1) for assignment in arguments.set)}
+    settings = {**SETTINGS, **parse_assignments(arguments.set)}
     if arguments.contender:
         print(json.dumps(CONTENDERS[arguments.contender](arguments.file, settings)))
         return
