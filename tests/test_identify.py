@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -76,10 +75,8 @@ def test_recorded_headers_of_the_family(tmp_path: Path, name: str, prefix: str) 
 @pytest.mark.parametrize("name", [name for name in recorded_names() if name not in Z_IMAGE])
 def test_no_other_recorded_header_is_taken_for_it(tmp_path: Path, name: str) -> None:
     path = write_checkpoint(recorded(name), tmp_path / f"{name}.safetensors")
-    began = time.perf_counter()
     with pytest.raises(IdentificationError) as caught:
         identify(read_checkpoint(path), load_catalogue(), family="z-image")
-    assert time.perf_counter() - began < 2
     error = caught.value
     assert error.found.startswith("no family claims this checkpoint")
     assert f"{len(_weights(name))} weights; formats " in error.found
