@@ -118,8 +118,10 @@ def _scratch_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int)
     sorted_anew = 0 if is_cut(piece) else 2 * _nbytes(bundle)
     if target.how == "keep":
         return sorted_anew
-    per_element = _DECODING if isinstance(codec_named(piece.codec), ScaledCodec) else _UNPACKING
-    return sorted_anew + elements * per_element
+    codec = codec_named(piece.codec)
+    if not codec.takes_rows(matrix_shape(piece.shape)):
+        elements = prod(piece.shape)  # decoded whole, whatever rows of it are wanted
+    return sorted_anew + elements * (_DECODING if isinstance(codec, ScaledCodec) else _UNPACKING)
 
 
 def _slab_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> int:

@@ -145,8 +145,8 @@ class Chooser:
         for piece, codec in zip(weight.pieces, known, strict=True):
             if side_law(piece.operation, granularity_of(codec)) is SideLaw.FOLDED:
                 return None, f"the key map's {piece.operation} breaks its scale"
-            if not weight.is_renamed and isinstance(codec, ScaledCodec) and codec.axis:
-                return None, "its scales do not lie along the rows that are put together"
+            if not weight.is_renamed and not codec.takes_rows(matrix_shape(piece.shape)):
+                return None, "only some of its rows are wanted, and codes run across rows"
         joined, reason = self._joined(weight.pieces, known)
         if joined is None:
             return None, reason

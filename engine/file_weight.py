@@ -43,6 +43,8 @@ class FileWeight:
         if self.codec is None:
             width = prod(self.shape[1:])
             return self.reader.elements(self.bundle.weight, start * width, stop * width).to(self.device).view(shape)
+        if stop - start < self.rows and not self.codec.takes_rows(matrix_shape(self.shape)):
+            return self.values(0, self.rows, dtype)[start:stop]
         return self.codec.decode(self.parts(start, stop), matrix_shape(shape), dtype).view(shape)
 
     def parts(self, start: int, stop: int) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 from slipcast.engine.codecs.base import CODES, Codec
 from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.codecs.scaled import ScaledCodec
-from slipcast.engine.file_codec import part_tensors
+from slipcast.engine.file_codec import matrix_shape, part_tensors
 from slipcast.engine.layers import layer_codec, quantisation_obstacle
 from slipcast.engine.plan import Piece
 from slipcast.engine.reader import torch_dtype
@@ -100,6 +100,8 @@ def _common_codec(rows: Sequence[CodedRows]) -> tuple[Codec | None, str]:
             return None, "its codes are e5m2, which no layer keeps"
         if side_law(each.piece.operation, granularity_of(codec)) is SideLaw.FOLDED:
             return None, f"the key map's {each.piece.operation} breaks its scale"
+        if each.piece.source_rows is not None and not codec.takes_rows(matrix_shape(each.bundle.shape)):
+            return None, "only some of its rows are wanted, and codes run across rows"
     if len({each.bundle.name for each in rows}) == 1:
         return rows[0].codec, ""
     by_row = {_by_row(codec) for codec in codecs}

@@ -114,9 +114,13 @@ class Codec(ABC):
     def select_rows(self, parts: Parts, rows: Tensor) -> dict[str, Tensor]:
         """The parts of the weight that consists of the given rows (int64 ``[n]``) of this one: no value changes.
 
-        Only where outputs lie on axis 0. Of formats that pad rows, rows beyond the logical shape can't be chosen.
+        Only where ``takes_rows``. Of formats that pad rows, rows beyond the logical shape can't be chosen.
         """
         raise NotImplementedError(self.name)
+
+    def takes_rows(self, shape: Shape) -> bool:  # noqa: ARG002 - of most formats they can
+        """Whether rows can be taken out of the parts of a weight of this shape without decoding it."""
+        return True
 
     def join_rows(self, several: Sequence[tuple[Parts, int]]) -> dict[str, Tensor]:
         """The parts of the weight whose rows are those of several weights, one after another: no value changes.

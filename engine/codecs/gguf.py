@@ -64,7 +64,11 @@ class GGUF(Codec):
 
     def tile_rows(self, shape: Shape) -> int:
         """Any row, unless blocks run across rows."""
-        return 1 if self._parts(shape)[CODES].shape[0] == shape[0] else shape[0]
+        return 1 if self.takes_rows(shape) else shape[0]
+
+    def takes_rows(self, shape: Shape) -> bool:
+        """Unless blocks run across rows."""
+        return self._parts(shape)[CODES].shape[0] == shape[0]
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         """The blocks' elements, computed in float32 some millions at a time, cast once."""

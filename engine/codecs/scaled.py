@@ -58,6 +58,10 @@ class ScaledCodec(Codec):
         """Every row has its scale, unless outputs lie on axis 1."""
         return shape[0] if self.axis else 1
 
+    def takes_rows(self, shape: Shape) -> bool:  # noqa: ARG002
+        """Unless outputs lie on axis 1."""
+        return self.axis == 0
+
     def for_axis(self, axis: int) -> Self:
         """The codec with its scales along the given axis."""
         return replace(self, axis=axis) if self.granularity == "row" else self
