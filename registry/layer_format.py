@@ -95,9 +95,9 @@ def layer_format(
     full_precision = described.get("full_precision_matrix_mult") is True
     if weight.dtype in FLOAT8:
         return _float8(weight, sides, marked, full_precision)
-    if weight.dtype == "U8" and (SECOND_SCALE in sides or name == "nvfp4"):
+    if weight.dtype == "U8" and (name == "nvfp4" or (SECOND_SCALE in sides and marked is None)):
         return _nvfp4(weight, sides, bool(described), full_precision)
-    if weight.dtype == "I8" and WEIGHT_SCALE in sides:
+    if weight.dtype == "I8" and WEIGHT_SCALE in sides and (name == "int8" or marked is None):
         return _int8(weight, sides[WEIGHT_SCALE], described, full_precision)
     if MARKER in sides or described:
         return LayerFormat("unknown", weight.shape, options=described, problems=(_contradiction(marked, weight),))
