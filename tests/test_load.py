@@ -204,6 +204,7 @@ def test_progress_rises_to_the_bytes_that_the_plan_says(
     loaded = slipcast.load(
         path, device="cpu", dtype="bfloat16", fp8=fp8, mmap=mmap, progress=lambda *s: steps.append(s)
     )
+    assert loaded.report.differences == ()
     total = loaded.report.plan.bytes.read
     done = [step for step, _ in steps]
     assert {of for _, of in steps} == {total}

@@ -96,6 +96,7 @@ def test_a_saved_model_is_loaded_as_it_was(tmp_path: Path, tensors: Tensors, sou
         }
         assert again.model.dtype == first.model.dtype == getattr(torch, dtype)
         assert _arguments(again.model) == _arguments(first.model)
+        assert not any("quantization_config" in note for note in again.report.plan.notes)
     assert again.report.resident == first.report.resident
 
 
