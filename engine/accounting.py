@@ -234,11 +234,25 @@ def _fate(
         return "dropped", reason
     if foreign:
         return "other component", "part of another model in the same file"
-    if bundle.is_plain and any(
-        fnmatchcase(name, glob) for glob in unexpected for name in (bundle.name, native or bundle.name)
+    if (
+        bundle.is_plain
+        and not _belongs_to_codes(match, bundle)
+        and any(fnmatchcase(name, glob) for glob in unexpected for name in (bundle.name, native or bundle.name))
     ):
         return "dropped", "left over; the setting unexpected lets it pass"
     return None
+
+
+_SIDE_WORDS = ("scale", "offset", "zero", "absmax")
+
+
+def _belongs_to_codes(match: Match, bundle: Bundle) -> bool:
+    """Whether a plain tensor looks like a scale, in whatever spelling, beside a weight in codes: never superfluous."""
+    layer, _, leaf = bundle.name.rpartition(".")
+    weights = match.everything.weights
+    beside = weights.get(f"{layer.removesuffix('.weight')}.weight")
+    in_codes = beside is not None and not beside.is_plain
+    return in_codes and any(word in leaf.lower() for word in _SIDE_WORDS)
 
 
 def _unaccounted(

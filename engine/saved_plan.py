@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from pydantic import ValidationError
+
 from slipcast.engine.devices import Device
-from slipcast.engine.plan import Plan
+from slipcast.engine.plan import Plan, Request
 from slipcast.registry.errors import DeviceError, PlanMismatchError
 from slipcast.registry.settings import Settings
 
@@ -13,6 +15,18 @@ from slipcast.registry.settings import Settings
 def settings_of(plan: Plan, settings: Settings) -> Settings:
     """The settings with those that the plan was made with."""
     request = plan.request
+    try:
+        return _with_request(request, settings)
+    except ValidationError as error:
+        raise PlanMismatchError(
+            f"a plan whose request has {error.error_count()} impossible values",
+            expected="a plan as 'slipcast plan PATH --json' prints it",
+            hint="make the plan again: slipcast plan PATH --json > plan.json",
+            items=[".".join(map(str, problem["loc"])) + ": " + problem["msg"] for problem in error.errors()],
+        ) from error
+
+
+def _with_request(request: Request, settings: Settings) -> Settings:
     return Settings.model_validate(
         {
             **settings.model_dump(),

@@ -15,6 +15,7 @@ from typing import Any
 
 from slipcast.registry.checkpoint import read_tensor_bytes
 from slipcast.registry.errors import SlipcastError
+from slipcast.registry.guesses import without_guesses
 from slipcast.registry.header import Header, Shape, TensorInfo
 from slipcast.registry.layer_format import FLOAT8, Granularity, LayerFormat, layer_format, unpacked
 from slipcast.registry.side_tensors import (
@@ -102,17 +103,26 @@ def assemble(header: Header) -> Bundles:
     """
     sides, weights, markers, ignored = _sort(header)
     described, problems = _descriptions(header, sides)
+    unreadable = bool(problems)
     found: dict[str, Bundle] = {}
+    said: dict[str, Mapping[str, Any]] = {}
     for name, weight in weights.items():
         layer = name.removesuffix(".weight")
         own = sides.pop(layer, {}) if name.endswith(".weight") else {}
         says = described.pop(layer, {})
+        if says:
+            said[name] = says
         weight = unpacked(weight, own, says)
         format_ = layer_format(weight, own, says, header.metadata)
         found[name] = _bundle(name, weight, own, format_, _marked_full_precision(name, markers))
         problems += [f"{name}: {problem}" for problem in format_.problems]
     found, layout_problems = _one_nvfp4_layout(found)
     problems += layout_problems
+    marked = {
+        name for name in found if any(name.startswith(marker.name.removesuffix(FILE_MARKER)) for marker in markers)
+    }
+    found, doubts = without_guesses(found, said, marked, unreadable=unreadable)
+    problems += doubts
     problems += [f"the file's metadata describes {layer}, which has no weight" for layer in described]
     orphans = tuple(tensor for group in sides.values() for tensor in group.values())
     orphans += tuple(

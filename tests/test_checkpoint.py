@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from slipcast.registry.checkpoint import read_checkpoint, read_tensor_bytes
 from slipcast.registry.errors import HeaderError, UnsupportedFileError
 from support.recorded import write_checkpoint

@@ -303,3 +303,63 @@ def test_scales_that_do_not_fit_their_codes_make_the_format_unknown(tmp_path, we
     bundles = assemble_tensors(tmp_path, tensors, metadata)
     assert bundles.weights["a.weight"].format == "unknown"
     assert any(line.startswith("a.weight: ") and problem in line for line in bundles.problems)
+
+
+ROTATED = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
+
+
+def int8_layers(tmp_path, descriptions):
+    """Two int8 layers, a and b, described in the file's metadata."""
+    layer = {"weight": ("I8", (16, 16)), "weight_scale": ("F32", (16, 1))}
+    tensors = {f"{name}.{leaf}": what for name in "ab" for leaf, what in layer.items()}
+    text = descriptions if isinstance(descriptions, str) else json.dumps({"layers": descriptions})
+    return assemble_tensors(tmp_path, tensors, {"_quantization_metadata": text})
+
+
+@pytest.mark.parametrize(
+    ("descriptions", "formats"),
+    [
+        ({"a": ROTATED, "b": ROTATED}, {"int8_convrot": 2}),
+        ({"a": {"format": "int8_tensorwise"}}, {"int8": 2}),
+        ({"a": ROTATED}, {"int8_convrot": 1, "unknown": 1}),
+        ({"a": {**ROTATED, "convrot": "true"}, "b": {"format": "int8_tensorwise"}}, {"unknown": 1, "int8": 1}),
+        (
+            {"a": {"format": "int8_tensorwise", "convrot_groupsize": 16}, "b": ROTATED},
+            {"unknown": 1, "int8_convrot": 1},
+        ),
+        ('{"layers": {"a"', {"unknown": 2}),
+    ],
+)
+def test_int8_that_may_be_rotated_is_never_guessed(tmp_path, descriptions, formats):
+    bundles = int8_layers(tmp_path, descriptions)
+    assert count_formats(bundles.weights.values()) == formats
+    assert len([problem for problem in bundles.problems if ".weight:" in problem]) == formats.get("unknown", 0)
+
+
+@pytest.mark.parametrize("marking", ["metadata", "legacy"])
+def test_float8_whose_scale_is_lost_is_never_taken_for_raw(tmp_path, marking):
+    tensors = {
+        "a.weight": ("F8_E4M3", (8, 8)),
+        "a.weight_scale": ("F32", ()),
+        "b.weight": ("F8_E4M3", (8, 8)),
+        "b.bias": ("F8_E4M3", (8,)),
+    }
+    layers = {name: {"format": "float8_e4m3fn"} for name in "ab"}
+    metadata = {"_quantization_metadata": json.dumps({"layers": layers})} if marking == "metadata" else {}
+    if marking == "legacy":
+        tensors["scaled_fp8"] = ("F8_E4M3", (0,))
+    bundles = assemble_tensors(tmp_path, tensors, metadata)
+    assert {name: bundle.format for name, bundle in bundles.weights.items()} == {
+        "a.weight": "fp8_scaled",
+        "b.weight": "unknown",
+        "b.bias": "fp8_raw",
+    }
+    assert bundles.problems == (
+        "b.weight: float8 codes without a scale, in a file that gives the others of their kind one",
+    )
+
+
+def test_mxfp8_whose_scale_is_lost_is_never_taken_for_raw(tmp_path):
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"a": {"format": "mxfp8"}}})}
+    bundles = assemble_tensors(tmp_path, {"a.weight": ("F8_E4M3", (32, 32))}, metadata)
+    assert bundles.weights["a.weight"].format == "unknown"
