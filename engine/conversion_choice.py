@@ -155,11 +155,12 @@ class Chooser:
         return (codec, "") if obstacle is None else (None, obstacle)
 
     def _raw_codec(self, weight: NewWeight, codecs: list[Codec]) -> tuple[Codec | None, str]:
-        """Codes without a scale, which get one where the format asks for it."""
+        """Codes without a scale. They get one where the others have it, lest theirs be taken for lost."""
         (codec, *others) = set(codecs)
         if others:
             return None, "rows in different codes make one weight"
-        if self.wanted.format == "fp8_scaled" and isinstance(codec, Float8) and self._is_linear(weight):
+        scaled = self.wanted.format == "fp8_scaled" or self.wanted.spelling == "legacy"
+        if scaled and len(weight.shape) == 2 and weight.name.endswith(WEIGHT_SUFFIX) and isinstance(codec, Float8):
             return replace(codec, granularity="tensor"), ""
         return codec, ""
 

@@ -18,6 +18,7 @@ from slipcast.engine import safetensors_writer
 from slipcast.registry.errors import QuantisationError, SettingsError
 from support import quantised_formats
 from support.conversions import check_values, converted, metadata_of
+from support.fp8_checkpoints import in_model_names
 from support.isolation import isolate
 from support.number_formats import bytes_of, e4m3, relative_l2
 from support.quantised_checkpoints import QUANTISED, UNEVEN, fp8, int8, nvfp4, quantised_file, small_tensors
@@ -261,14 +262,29 @@ def test_codes_that_are_in_the_format_already_stay(tmp_path: Path) -> None:
     check_values(tmp_path / "out.safetensors", file)
 
 
-def test_codes_without_a_scale_get_a_scale_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", [{"format": "fp8_scaled"}, {"spelling": "legacy"}])
+def test_codes_without_a_scale_get_a_scale_of_one(tmp_path: Path, wanted: dict[str, str]) -> None:
+    """Else theirs could be lost, in a file that has scales."""
     file = quantised_file(fp8("none"))
     path = file.write(tmp_path / "m.safetensors")
-    written = converted(path, tmp_path / "out.safetensors", format="fp8_scaled").conversion
+    written = converted(path, tmp_path / "out.safetensors", **wanted).conversion
     tensors = load_file(tmp_path / "out.safetensors")
-    assert {float(tensors[name]) for name in tensors if name.endswith("weight_scale")} == {1.0}
-    assert written.formats["fp8_raw"] == 2  # what the family keeps, and a file need not have in codes, stays as it is
+    assert {float(tensors[name]) for name in tensors if "scale" in name and tensors[name].numel()} == {1.0}
+    assert written.formats["fp8_scaled"] == len(QUANTISED)
+    assert "fp8_raw" not in written.formats
     check_values(tmp_path / "out.safetensors", file)
+
+
+def test_codes_that_are_no_matrix_stay_without_a_scale(tmp_path: Path) -> None:
+    native = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in natively(small_tensors(UNEVEN)).items()}
+    save_file(native, tmp_path / "m.safetensors")
+    converted(tmp_path / "m.safetensors", tmp_path / "out.safetensors", "diffusers", format="fp8_scaled")
+    tensors = load_file(tmp_path / "out.safetensors")
+    assert {tensors[name].dtype for name in tensors if name.endswith(("bias", "_token"))} == {torch.float8_e4m3fn}
+    assert "layers.0.attention_norm1.weight_scale" not in tensors
+    state = slipcast.load(tmp_path / "out.safetensors", device="cpu", dtype="float32", fp8="off").model.state_dict()
+    for name, tensor in in_model_names(native).items():
+        assert torch.equal(state[name], tensor.float().reshape(state[name].shape))
 
 
 def test_nvfp4_in_the_linear_layout_becomes_comfyui_s(tmp_path: Path) -> None:
