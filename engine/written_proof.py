@@ -39,21 +39,25 @@ def prove_written(path: Path, match: Match, conversion: Conversion, config: Mapp
     try:
         checkpoint = Checkpoint(path, MappingProxyType({"": header}))
         (written,) = identify(checkpoint, {match.family.id: match.family})
-        problems = list(_problems(written, match, conversion))
+        problems = list(_other_model(written, match, conversion)) or list(_other_weights(written, conversion))
     except SlipcastError as error:
         raise _not_as_meant([error.found, *error.items]) from error
     if problems:
         raise _not_as_meant(problems)
 
 
-def _problems(written: Match, match: Match, conversion: Conversion) -> Iterator[str]:
-    """Where a file is not what it was meant to be, as sentences."""
+def _other_model(written: Match, match: Match, conversion: Conversion) -> Iterator[str]:
+    """Where a file looks like one of another model, as sentences."""
     if written.layout not in (None, conversion.layout) or written.prefix != conversion.prefix:
         yield f"its names look {written.layout} under the prefix {written.prefix!r}"
     for argument, expression in match.family.config.items():
         value, seen = match.config.get(argument), written.config.get(argument)
         if reads_header(expression) and seen != value:
             yield f"{argument} is {value!r} in the input, and reads as {seen!r}"
+
+
+def _other_weights(written: Match, conversion: Conversion) -> Iterator[str]:
+    """Weights that are in something else than what was meant, as sentences."""
     tensors = model_tensors(build_on_meta(written.family.model, known_arguments(written)))
     accounts = account(written, model_shapes(tensors), tensors.ties)
     codecs = {name: codec.name for name, codec in codecs_of(written, accounts).items()}

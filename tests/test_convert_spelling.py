@@ -11,7 +11,9 @@ from diffusers import ZImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 import slipcast
-from slipcast.registry.errors import SettingsError
+from slipcast.demo.run import CHECKPOINT
+from slipcast.engine import padded_codes, written_sides
+from slipcast.registry.errors import AccountingError, SettingsError
 from support.conversions import check_values, converted, match_of, metadata_of
 from support.isolation import isolate
 from support.quantised_checkpoints import fp8, int8, nvfp4, quantised_file
@@ -98,3 +100,25 @@ def test_a_model_that_was_saved_comes_back_native(tmp_path: Path) -> None:
     marker = json.loads(bytes(tensors["layers.0.attention.qkv.comfy_quant"].tolist()))
     assert marker == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
     check_values(tmp_path / "native.safetensors", file)
+
+
+def test_a_file_that_would_not_be_read_as_what_it_is_does_not_take_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = quantised_file(int8(group=16), block=16).write(tmp_path / "m.safetensors", marked="tensors")
+    monkeypatch.setattr(written_sides, "marker_of", lambda *_, **__: {"format": "int8_tensorwise"})
+    with pytest.raises(AccountingError) as caught:
+        converted(path, tmp_path / "out.safetensors", format="int8_convrot", spelling="comfy")
+    assert caught.value.found == "what was written would not be read as what it is; nothing is left of it"
+    assert "layers.0.attention.qkv.weight is in int8/row/convrot16, and reads as int8/row" in caught.value.items
+    assert [found.name for found in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_a_file_that_would_look_like_another_model_does_not_take_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padded_codes.PaddedCodes, "hides_sizes", lambda *_: False)
+    with pytest.raises(AccountingError) as caught:
+        converted(CHECKPOINT, tmp_path / "out.safetensors", format="nvfp4")
+    assert "in_channels is 1 in the input, and reads as 4" in caught.value.items
+    assert list(tmp_path.iterdir()) == []
