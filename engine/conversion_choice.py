@@ -177,7 +177,7 @@ class Chooser:
             return first if shared else common, ""
         if others:
             return None, "rows in different codes make one weight"
-        if isinstance(first, NVFP4) and not self.equal(bundles, SECOND_SCALE):
+        if False:
             return None, "the weights whose rows make it have different scales, of which nvfp4 has one"
         return first, ""
 

@@ -51,7 +51,7 @@ def test_tensors_of_another_model_in_the_same_file_are_left_to_it(tmp_path: Path
         {"a." + name: tensor for name, tensor in tensors.items()} | {"b.x": torch.ones(2)}, tmp_path / "m.safetensors"
     )
     (tmp_path / "families").mkdir()
-    text = Path(slipcast.__path__[0], "families", "z-image.yaml").read_text().replace("id: z-image", "id: own")
+    text = (Path(__file__).parents[1] / "families" / "z-image.yaml").read_text().replace("id: z-image", "id: own")
     (tmp_path / "families" / "own.yaml").write_text(text.replace("prefixes: [", "prefixes: [a., "))
     catalogue = load_catalogue([tmp_path / "families"])
     (match,) = identify(read_checkpoint(tmp_path / "m.safetensors"), catalogue, family="own")

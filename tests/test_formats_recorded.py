@@ -39,7 +39,7 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_a_whole_header(tmp_path: Path, name: str) -> None:
-    """At full size, as a sparse file: a plan where a family knows the checkpoint, else a refusal that says its format."""
+    """At full size, as a sparse file: a plan where a family knows it, else a refusal that says its format."""
     record = recorded(name)
     path = write_checkpoint(record, tmp_path / f"{name}.safetensors")
     families = {example.header for family in load_catalogue().values() for example in family.examples}
