@@ -24,7 +24,7 @@ from slipcast.engine.written_format import Wanted, format_of
 from slipcast.registry.dtypes import is_float
 from slipcast.registry.keymap.operations import SideLaw, side_law
 from slipcast.registry.quantisation import Bundle
-from slipcast.registry.side_tensors import SECOND_SCALE, WEIGHT_SCALE
+from slipcast.registry.side_tensors import WEIGHT_SCALE
 
 WEIGHT_SUFFIX = ".weight"
 
