@@ -24,7 +24,7 @@ from slipcast.engine.written_format import Wanted, format_of
 from slipcast.registry.dtypes import is_float
 from slipcast.registry.keymap.operations import SideLaw, side_law
 from slipcast.registry.quantisation import Bundle
-from slipcast.registry.side_tensors import WEIGHT_SCALE
+from slipcast.registry.side_tensors import SECOND_SCALE, WEIGHT_SCALE
 
 WEIGHT_SUFFIX = ".weight"
 
@@ -177,7 +177,7 @@ class Chooser:
             return first if shared else common, ""
         if others:
             return None, "rows in different codes make one weight"
-        if False:
+        if isinstance(first, NVFP4) and not self.equal(bundles, SECOND_SCALE):
             return None, "the weights whose rows make it have different scales, of which nvfp4 has one"
         return first, ""
 
