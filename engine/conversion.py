@@ -259,8 +259,8 @@ def _place(tensor: ConvertedTensor) -> tuple[int, int, int]:
 
 def codecs_of(match: Match, accounts: Accounts) -> dict[str, Codec]:
     """The codec of each weight that is used and in codes: a config.json's, where it names one, or what tensors show."""
-    saved = saved_quantisation(match.header).codecs
-    hint = match.family.precision.nvfp4_layout
+    quantisation = saved_quantisation(match.header)
+    saved, hint = quantisation.codecs, quantisation.nvfp4_layout or match.family.precision.nvfp4_layout
     found = {name: file_codec(match.everything.weights[name], hint) for name in accounts.shapes}
     codecs = {name: codec for name, codec in found.items() if codec is not None}
     for name, pieces in accounts.pieces.items():

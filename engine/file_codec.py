@@ -76,6 +76,8 @@ def matrix_shape(shape: Shape) -> Shape:
 
 def part_tensors(bundle: Bundle, codec: Codec) -> dict[str, TensorInfo]:
     """The tensors of the file that are the codec's parts, by part."""
-    codes = replace(bundle.weight, dtype="U8") if bundle.format == "gguf" else bundle.weight
+    codes = bundle.weight
+    if bundle.format == "gguf":
+        codes = replace(codes, dtype="U8", shape=(codes.nbytes,))
     roles = {CODES: codes} | {part: bundle.sides[role] for part, role in _ROLES.items() if role in bundle.sides}
     return {part: roles[part] for part in codec.parts(matrix_shape(bundle.shape)) if part in roles}

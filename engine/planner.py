@@ -72,7 +72,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
     dtype = decide_dtype(settings.dtype, match.family.precision, match.bundles.values(), device, saved.compute_dtype)
     fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values(), lambda: probe_fp8(device))
     rules = Rules.of(match.family.precision)
-    codecs = _codecs(match, accounts)
+    codecs = _codecs(match, accounts, saved.nvfp4_layout or match.family.precision.nvfp4_layout)
     tied = frozenset(chain.from_iterable(tensors.ties.items()))
 
     def planned(fp8_mode: str) -> tuple[ModuleChoices, tuple[Target, ...], Bytes]:
@@ -122,9 +122,8 @@ def _as_engaged(fp8: Decision, modules: ModuleChoices) -> Decision:
     return fp8
 
 
-def _codecs(match: Match, accounts: Accounts) -> dict[str, Codec]:
+def _codecs(match: Match, accounts: Accounts, hint: str | None) -> dict[str, Codec]:
     """The codec of each weight of the file that is used and in codes."""
-    hint = match.family.precision.nvfp4_layout
     found = {name: file_codec(match.everything.weights[name], hint) for name in accounts.shapes}
     return {name: codec for name, codec in found.items() if codec is not None}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.catalogue import codec_named
+from slipcast.engine.codecs.nvfp4 import NVFP4
 from slipcast.engine.quantised_model import CONFIG_VERSION, QUANT_METHOD
 from slipcast.registry.errors import ConfigError, UnsupportedFormatError
 from slipcast.registry.header import Header
@@ -27,6 +28,11 @@ class SavedQuantisation:
 
     codecs: Mapping[str, Codec] = field(default_factory=lambda: MappingProxyType({}))
     compute_dtype: str | None = None
+
+    @property
+    def nvfp4_layout(self) -> str | None:
+        """The byte layout of its nvfp4 layers, if it has some: they were read from one file."""
+        return next((codec.layout for codec in self.codecs.values() if isinstance(codec, NVFP4)), None)
 
 
 def saved_quantisation(header: Header) -> SavedQuantisation:

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from slipcast.registry.errors import SlipcastError
 from slipcast.registry.guesses import without_guesses
 from slipcast.registry.header import Header, Shape, TensorInfo
 from slipcast.registry.layer_format import FLOAT8, Granularity, LayerFormat, layer_format, unpacked
+from slipcast.registry.saved_blocks import as_blocks, saved_block_types
 from slipcast.registry.side_tensors import (
     AMBIGUOUS_LEAVES,
     FILE_MARKER,
@@ -65,7 +67,9 @@ class Bundle:
         return self.format == "plain"
 
     def pads(self, shape: Shape) -> bool:
-        """Whether the codes hold a weight of this logical shape, padded to whole blocks."""
+        """Whether the codes hold a weight of this logical shape, padded to whole blocks or as one row of them."""
+        if self.format == "gguf":
+            return len(self.shape) == 2 and self.shape[0] == 1 and prod(self.shape) == prod(shape)
         block = _PADDED.get(self.format)
         if block is None or len(shape) != 2 or len(self.shape) != 2:
             return False
@@ -104,6 +108,7 @@ def assemble(header: Header) -> Bundles:
     sides, weights, markers, ignored = _sort(header)
     described, problems = _descriptions(header, sides)
     unreadable = bool(problems)
+    blocks = saved_block_types(header.config)
     found: dict[str, Bundle] = {}
     said: dict[str, Mapping[str, Any]] = {}
     for name, weight in weights.items():
@@ -112,7 +117,7 @@ def assemble(header: Header) -> Bundles:
         says = described.pop(layer, {})
         if says:
             said[name] = says
-        weight = unpacked(weight, own, says)
+        weight = as_blocks(unpacked(weight, own, says), blocks.get(layer))
         format_ = layer_format(weight, own, says, header.metadata)
         found[name] = _bundle(name, weight, own, format_, _marked_full_precision(name, markers))
         problems += [f"{name}: {problem}" for problem in format_.problems]

@@ -5,7 +5,6 @@ Every expected value is worked out in the test, from codes and scales.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from slipcast.engine.layers import QuantisedModule
 from slipcast.registry.errors import AccountingError, QuantisationError
 from support.conversions import converted
 from support.fp8_checkpoints import in_model_names
+from support.hinted_family import hinted_family
 from support.isolation import isolate
 from support.number_formats import relative_l2
 from support.quantised_cases import is_close
@@ -97,29 +97,12 @@ def test_nvfp4_of_which_nothing_tells_the_layout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["comfy", "linear"])
 def test_a_family_file_s_hint_tells_the_layout(tmp_path: Path, layout: str) -> None:
-    (tmp_path / "hinted.yaml").write_text(HINTED.replace("CONFIG", json.dumps(EVEN)).replace("LAYOUT", layout))
     file = quantised_file(nvfp4(comfy=layout == "comfy"), EVEN, TILED)
     path = file.write(tmp_path / "m.safetensors")
-    settings = {"families": [str(tmp_path)], "family": "hinted"}
+    settings = hinted_family(tmp_path, EVEN, layout)
     for loaded in (_load(path, **settings), _load(path, fp8="off", **settings)):
         for key, expected in in_model_names(file.values).items():
             assert is_close(_weight(loaded, key.removesuffix(".weight")), expected), key
-
-
-HINTED = """\
-schema: 1
-id: hinted
-title: A family whose nvfp4 files are known
-kind: denoiser
-model: diffusers.ZImageTransformer2DModel
-identify: {has: [x_pad_token]}
-config: CONFIG
-keys:
-  x_embedder: all_x_embedder.2-1
-  final_layer: all_final_layer.2-1
-  "{stack=layers|noise_refiner|context_refiner}.{i}.attention": {qkv: to_q + to_k + to_v, out: to_out.0, q_norm: norm_q, k_norm: norm_k}
-precision: {fp16: safe, nvfp4_layout: LAYOUT, fp8: {storage: supported, compute: supported}}
-"""  # noqa: E501
 
 
 def test_shapes_are_not_read_from_packed_weights(tmp_path: Path) -> None:

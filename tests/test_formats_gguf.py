@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,33 +15,9 @@ from slipcast.engine.layers import QuantisedModule
 from slipcast.registry.errors import UnsupportedFormatError
 from support.conversions import converted
 from support.fp8_checkpoints import in_model_names
-from support.gguf_blocks import random_blocks
+from support.gguf_files import CROSSING, NARROW, TYPES, write_gguf
 from support.isolation import isolate
 from support.quantised_cases import is_close
-from support.quantised_checkpoints import UNEVEN, small_tensors
-from support.tiny_z_image import natively
-
-CONFIG = {**UNEVEN, "dim": 256, "n_heads": 4, "n_kv_heads": 4, "n_layers": 1, "axes_dims": [16, 24, 24]}
-TYPES = {
-    "layers.0.attention.qkv": "Q4_K",
-    "layers.0.attention.out": "Q6_K",
-    "layers.0.feed_forward.w1": "Q5_K",
-    "layers.0.feed_forward.w3": "Q8_0",
-    "layers.0.adaLN_modulation.0": "Q3_K",
-    "noise_refiner.0.attention.qkv": "Q2_K",
-    "noise_refiner.0.attention.out": "IQ4_XS",
-    "noise_refiner.0.feed_forward.w1": "IQ4_NL",
-    "noise_refiner.0.feed_forward.w3": "Q4_0",
-    "context_refiner.0.attention.qkv": "Q5_1",
-    "context_refiner.0.attention.out": "Q4_1",
-    "context_refiner.0.feed_forward.w1": "Q5_0",
-    "cap_embedder.1": "Q8_0",
-}
-"""Types of layers, by native name; the family keeps the last in the compute dtype."""
-NARROW = {**CONFIG, "dim": 128, "n_heads": 2, "n_kv_heads": 2}
-CROSSING = "layers.0.attention.qkv"
-PLAIN = {"t_embedder.mlp.0.weight": "BF16", "layers.0.feed_forward.w2.weight": "F16"}
-"""Types of other weights; those that are not named are F32."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,55 +30,6 @@ def gguf() -> ModuleType:
     return pytest.importorskip("gguf")
 
 
-@dataclass(frozen=True)
-class GGUFFile:
-    """A file, and what the gguf package says that its weights are, float32 by the model's names."""
-
-    path: Path
-    expected: Mapping[str, torch.Tensor]
-
-
-def _write(
-    gguf: ModuleType,
-    path: Path,
-    *,
-    prefix: str = "",
-    architecture: str = "lumina2",
-    folded: tuple[str, ...] = (),
-    config: Mapping[str, Any] = CONFIG,
-    types: Mapping[str, str] = TYPES,
-) -> GGUFFile:
-    """Write a file. The weights of ``folded`` layers lie in rows of 512 instead of their own."""
-    writer = gguf.GGUFWriter(path, architecture)
-    values: dict[str, torch.Tensor] = {}
-    for index, (name, tensor) in enumerate(natively(small_tensors(config)).items()):
-        layer, shape = name.removesuffix(".weight"), tuple(tensor.shape)
-        kind = types.get(layer) if name.endswith(".weight") else None
-        if kind is not None:
-            theirs = gguf.GGMLQuantizationType[kind]
-            elements, nbytes = gguf.GGML_QUANT_SIZES[theirs]
-            stored = (tensor.numel() // 512, 512) if layer in folded else shape
-            known = kind in BLOCK_TYPES
-            blocks = tensor.numel() // elements
-            raw = random_blocks(kind, blocks, seed=index) if known else np.zeros((blocks, nbytes), np.uint8)
-            raw = raw.reshape(stored[0], -1)
-            assert raw.shape[1] == stored[1] // elements * nbytes
-            values[name] = torch.from_numpy(np.array(gguf.dequantize(raw, theirs))).view(shape)
-            writer.add_tensor(prefix + name, raw, raw_dtype=theirs)
-        else:
-            theirs = gguf.GGMLQuantizationType[PLAIN.get(name, "F32")]
-            raw = gguf.quantize(tensor.float().numpy(), theirs)
-            values[name] = torch.from_numpy(np.array(gguf.dequantize(raw, theirs))).view(shape)
-            writer.add_tensor(prefix + name, raw, raw_dtype=theirs)
-        if layer in folded:
-            writer.add_array(f"comfy.gguf.orig_shape.{prefix}{name}", list(shape))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return GGUFFile(path, in_model_names(values))
-
-
 CASES = {
     "bare": {},
     "under a prefix, of another architecture": {"prefix": "model.diffusion_model.", "architecture": "flux"},
@@ -117,7 +40,7 @@ CASES = {
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_dequantised(gguf: ModuleType, tmp_path: Path, name: str, mmap: bool) -> None:
-    file = _write(gguf, tmp_path / "m.gguf", **CASES[name])  # type: ignore[arg-type]
+    file = write_gguf(gguf, tmp_path / "m.gguf", **CASES[name])  # type: ignore[arg-type]
     inspection = slipcast.inspect(file.path)
     assert (inspection.container, inspection.main.family) == ("gguf", "z-image")
     assert inspection.formats["gguf"] == len(TYPES)
@@ -131,7 +54,7 @@ def test_dequantised(gguf: ModuleType, tmp_path: Path, name: str, mmap: bool) ->
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_kept(gguf: ModuleType, tmp_path: Path, name: str, mmap: bool) -> None:
-    file = _write(gguf, tmp_path / "m.gguf", **CASES[name])  # type: ignore[arg-type]
+    file = write_gguf(gguf, tmp_path / "m.gguf", **CASES[name])  # type: ignore[arg-type]
     loaded = slipcast.load(file.path, device="cpu", dtype="float32", mmap=mmap)
     assert loaded.report.differences == ()
     assert loaded.report.resident == loaded.report.plan.bytes.resident
@@ -152,7 +75,7 @@ def test_kept(gguf: ModuleType, tmp_path: Path, name: str, mmap: bool) -> None:
 
 def test_rows_of_blocks_that_cross_them_are_cut_after_decoding(gguf: ModuleType, tmp_path: Path) -> None:
     """Blocks of 256 in rows of 128: those of q, k and v can't be taken apart."""
-    file = _write(gguf, tmp_path / "m.gguf", config=NARROW, types={CROSSING: "Q4_K"}, folded=(CROSSING,))
+    file = write_gguf(gguf, tmp_path / "m.gguf", config=NARROW, types={CROSSING: "Q4_K"}, folded=(CROSSING,))
     for fp8, mmap in (("auto", True), ("auto", False), ("off", True), ("off", False)):
         loaded = slipcast.load(file.path, device="cpu", dtype="float32", fp8=fp8, mmap=mmap)
         assert loaded.report.differences == ()
@@ -165,7 +88,7 @@ def test_rows_of_blocks_that_cross_them_are_cut_after_decoding(gguf: ModuleType,
 
 def test_whole_weights_of_blocks_that_cross_rows_are_kept(gguf: ModuleType, tmp_path: Path) -> None:
     layer = "layers.0.attention.out"
-    file = _write(gguf, tmp_path / "m.gguf", config=NARROW, types={layer: "Q6_K"}, folded=(layer,))
+    file = write_gguf(gguf, tmp_path / "m.gguf", config=NARROW, types={layer: "Q6_K"}, folded=(layer,))
     loaded = slipcast.load(file.path, device="cpu", dtype="float32")
     assert loaded.report.differences == ()
     kept = loaded.model.get_submodule("layers.0.attention.to_out.0")
@@ -175,7 +98,7 @@ def test_whole_weights_of_blocks_that_cross_rows_are_kept(gguf: ModuleType, tmp_
 
 @pytest.mark.parametrize("format_", ["bf16", "fp32", "fp8_scaled", "int8_convrot"])
 def test_written_in_another_format(gguf: ModuleType, tmp_path: Path, format_: str) -> None:
-    file = _write(gguf, tmp_path / "m.gguf", prefix="model.diffusion_model.")
+    file = write_gguf(gguf, tmp_path / "m.gguf", prefix="model.diffusion_model.")
     written = converted(file.path, tmp_path / "out.safetensors", format=format_).conversion
     assert "gguf" not in written.formats
     state = slipcast.load(tmp_path / "out.safetensors", device="cpu", dtype="float32", fp8="off").model.state_dict()
@@ -191,7 +114,7 @@ def test_written_in_another_format(gguf: ModuleType, tmp_path: Path, format_: st
 
 
 def test_blocks_can_not_be_written_as_they_are(gguf: ModuleType, tmp_path: Path) -> None:
-    file = _write(gguf, tmp_path / "m.gguf")
+    file = write_gguf(gguf, tmp_path / "m.gguf")
     with pytest.raises(UnsupportedFormatError) as caught:
         converted(file.path, tmp_path / "out.safetensors", "diffusers")
     assert caught.value.found == f"{len(TYPES)} weights in blocks of GGUF, to be written as they are"
@@ -201,7 +124,7 @@ def test_blocks_can_not_be_written_as_they_are(gguf: ModuleType, tmp_path: Path)
 def test_a_type_that_is_not_decoded_is_refused_by_name(gguf: ModuleType, tmp_path: Path) -> None:
     layer = "layers.0.attention.out"
     path = tmp_path / "m.gguf"
-    _write(gguf, path, types={layer: "IQ2_XXS"})
+    write_gguf(gguf, path, types={layer: "IQ2_XXS"})
     with pytest.raises(UnsupportedFormatError) as caught:
         slipcast.plan(path, device="cpu")
     assert caught.value.found == "a GGUF tensor of type IQ2_XXS"

@@ -1,0 +1,91 @@
+"""Models in every format, saved with ``save_pretrained`` and loaded again from the folder: the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+import slipcast
+from slipcast.engine.layers import QuantisedModule
+from slipcast.registry.errors import QuantisationError, UnsupportedFormatError
+from support.conversions import converted
+from support.gguf_files import CROSSING, NARROW, write_gguf
+from support.hinted_family import hinted_family
+from support.isolation import isolate
+from support.number_formats import bytes_of
+from support.quantised_cases import CASES, draw_file
+from support.quantised_checkpoints import EVEN, nvfp4, quantised_file
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolate(monkeypatch, tmp_path)
+
+
+def _save_and_load(path: Path, folder: Path, **settings: Any) -> slipcast.Loaded:
+    """Load, save, load again; what comes back must be what was saved."""
+    first = slipcast.load(path, device="cpu", dtype="float32", **settings)
+    first.model.save_pretrained(folder)
+    again = slipcast.load(folder, device="cpu", dtype="float32")
+    assert again.report.differences == ()
+    before, after = first.model.state_dict(), again.model.state_dict()
+    assert before.keys() == after.keys()
+    assert [key for key, tensor in before.items() if not (bytes_of(after[key]) == bytes_of(tensor)).all()] == []
+    codecs = [
+        {name: module.codec for name, module in loaded.model.named_modules() if isinstance(module, QuantisedModule)}
+        for loaded in (first, again)
+    ]
+    assert codecs[0] == codecs[1]
+    return again
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_format(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    path = draw_file(case, "uneven").write(tmp_path / "m.safetensors", marked=case.marked, extra=case.extra)
+    _save_and_load(path, tmp_path / "folder")
+
+
+@pytest.mark.parametrize("layout", ["comfy", "linear"])
+def test_a_layout_that_no_shape_tells(tmp_path: Path, layout: str) -> None:
+    """A family file told it when the model was loaded; of the folder the config.json does."""
+    layers = ("layers.0.attention.qkv", "layers.0.attention.out")
+    path = quantised_file(nvfp4(comfy=layout == "comfy"), EVEN, layers).write(tmp_path / "m.safetensors")
+    with pytest.raises(QuantisationError, match="nothing in the file tells the byte layout"):
+        slipcast.plan(path, device="cpu")
+    loaded = _save_and_load(path, tmp_path / "folder", **hinted_family(tmp_path, EVEN, layout))
+    assert loaded.model.get_submodule("layers.0.attention.to_q").codec.name == f"nvfp4/{layout}"
+    converted(tmp_path / "folder", tmp_path / "comfy.safetensors", "native", format="nvfp4")
+    again = slipcast.load(tmp_path / "comfy.safetensors", device="cpu", dtype="float32").model
+    assert again.get_submodule("layers.0.attention.to_q").codec.name == "nvfp4/comfy"
+
+
+def test_gguf(tmp_path: Path) -> None:
+    file = write_gguf(gguf, tmp_path / "m.gguf")
+    loaded = _save_and_load(file.path, tmp_path / "folder")
+    assert loaded.model.get_submodule("layers.0.attention.to_k").codec.name == "gguf/Q4_K"
+    assert slipcast.inspect(tmp_path / "folder").formats["gguf"] == sum(
+        isinstance(module, QuantisedModule) for module in loaded.model.modules()
+    )
+    converted(tmp_path / "folder", tmp_path / "plain.safetensors", "native", format="fp32")
+    state = slipcast.load(tmp_path / "plain.safetensors", device="cpu", dtype="float32").model.state_dict()
+    for key, tensor in file.expected.items():
+        assert (state[key] - tensor).abs().max() <= 1e-6 * tensor.abs().max(), key
+
+
+def test_gguf_of_blocks_that_cross_rows(tmp_path: Path) -> None:
+    layer = "layers.0.attention.out"
+    file = write_gguf(gguf, tmp_path / "m.gguf", config=NARROW, types={layer: "Q6_K"}, folded=(layer, CROSSING))
+    loaded = _save_and_load(file.path, tmp_path / "folder")
+    assert loaded.model.get_submodule("layers.0.attention.to_out.0").codec.name == "gguf/Q6_K"
+
+
+def test_without_its_config_blocks_are_bytes_that_mean_nothing(tmp_path: Path) -> None:
+    file = write_gguf(gguf, tmp_path / "m.gguf")
+    _save_and_load(file.path, tmp_path / "folder")
+    with pytest.raises(UnsupportedFormatError) as caught:
+        slipcast.plan(tmp_path / "folder" / "diffusion_pytorch_model.safetensors", device="cpu")
+    assert any("codes of U8 without a scale" in item for item in caught.value.items)
