@@ -17,7 +17,7 @@ COMMANDS = {
     "inspect": "Say what a checkpoint is: family, layout, formats, size.",
     "plan": "Say what loading a checkpoint would do, to the byte.",
     "load": "Load a checkpoint and compare the outcome with the plan.",
-    "convert": "Write a checkpoint back in another naming.",
+    "convert": "Write a checkpoint in another naming or another format.",
     "explain": "Say why each family does or does not match a checkpoint.",
     "families": "List the known families, or show one.",
     "check": "Prove family files.",
