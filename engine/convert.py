@@ -188,8 +188,11 @@ def _config(match: Match, conversion: Conversion) -> dict[str, Any]:
     else:
         kind: Any = model_class(match.family.model)
         head = {"architectures": [name], "model_type": kind.config_class.model_type}
+    matrices = {tensor.name for tensor in conversion.tensors if len(tensor.shape) > 1}
     layers = {
-        name.removesuffix(".weight"): codec for name, codec in conversion.codecs.items() if name.endswith(".weight")
+        name.removesuffix(".weight"): codec
+        for name, codec in conversion.codecs.items()
+        if name.endswith(".weight") and name in matrices
     }
     if not layers:
         return {**head, **match.config}

@@ -15,8 +15,10 @@ from slipcast.demo.run import CHECKPOINT
 from slipcast.engine import padded_codes, written_sides
 from slipcast.registry.errors import AccountingError, SettingsError
 from support.conversions import check_values, converted, match_of, metadata_of
+from support.fp8_checkpoints import in_model_names
 from support.isolation import isolate
-from support.quantised_checkpoints import fp8, int8, nvfp4, quantised_file
+from support.quantised_checkpoints import UNEVEN, fp8, int8, nvfp4, quantised_file, small_tensors
+from support.tiny_z_image import natively
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +90,30 @@ def test_a_folder_says_what_its_layers_are_in(tmp_path: Path) -> None:
         check_values(tmp_path / "back.safetensors", file)
     with pytest.raises(ValueError, match="slipcast"):
         ZImageTransformer2DModel.from_pretrained(tmp_path / "folder")
+
+
+def test_a_folder_of_codes_alone(tmp_path: Path) -> None:
+    """Norms and biases in fp8 are no layers that a config.json would describe."""
+    native = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in natively(small_tensors(UNEVEN)).items()}
+    save_file(native, tmp_path / "native.safetensors")
+    for wanted in ({}, {"format": "fp8_scaled"}):
+        converted(tmp_path / "native.safetensors", tmp_path / "folder", "diffusers", overwrite=True, **wanted)
+        loaded = slipcast.load(tmp_path / "folder", device="cpu", dtype="float32")
+        assert loaded.report.differences == ()
+        assert loaded.report.plan.precisions["fp8"] > 20
+        state = slipcast.load(tmp_path / "folder", device="cpu", dtype="float32", fp8="off").model.state_dict()
+        for name, tensor in in_model_names(native).items():
+            assert torch.equal(state[name], tensor.float().reshape(state[name].shape))
+
+
+def test_the_legacy_marker_lies_at_the_component_s_prefix(tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    converted(CHECKPOINT, out, format="fp8_scaled", spelling="legacy")
+    names = set(load_file(out))
+    assert {name for name in names if "scaled_fp8" in name} == {"model.diffusion_model.scaled_fp8"}
+    moved = tmp_path / "moved.safetensors"
+    converted(out, moved, prefix="diffusion_model.")
+    assert {name.replace("model.diffusion_model.", "diffusion_model.") for name in names} == set(load_file(moved))
 
 
 def test_a_model_that_was_saved_comes_back_native(tmp_path: Path) -> None:
