@@ -8,6 +8,7 @@ import pytest
 
 from slipcast.engine.conversion import convert_header
 from slipcast.engine.converted import Conversion
+from slipcast.engine.written_format import Wanted
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.errors import AccountingError, SettingsError
@@ -100,3 +101,36 @@ def test_rows_of_two_dtypes_are_not_joined(tmp_path: Path) -> None:
     match = _match(tmp_path, DIFFUSERS, extra={"layers.1.attention.to_v.weight": ("F16", (3840, 3840))})
     with pytest.raises(AccountingError, match=r"layers\.1\.attention\.qkv\.weight .* several dtypes: BF16, F16"):
         convert_header(match, "native")
+
+
+INT8, FP8 = "z-image-turbo--comfy-int8-convrot", "z-image-turbo--kijai-fp8-scaled"
+
+
+@pytest.mark.parametrize(("record", "format_"), [(INT8, "int8_convrot"), (FP8, "fp8_scaled")])
+def test_a_quantised_header_at_full_size(tmp_path: Path, record: str, format_: str) -> None:
+    """Each of the 34 fused weights becomes three, with all that belongs to it."""
+    match = _match(tmp_path, record)
+    conversion = convert_header(match, "diffusers")
+    before = sum(bundle.format == format_ for bundle in match.bundles.values())
+    assert conversion.formats[format_] == before + 2 * 34
+    assert (conversion.folded, conversion.left_out, conversion.altered) == ({}, {}, ())
+    shapes = _shapes(conversion)
+    scale = {INT8: ("weight_scale", (3840, 1)), FP8: ("scale_weight", (1,))}[record]
+    for letter in "qkv":
+        layer = f"layers.7.attention.to_{letter}"
+        assert shapes[f"{layer}.weight"] == (3840, 3840)
+        assert shapes[f"{layer}.{scale[0]}"] == scale[1]
+        assert (f"{layer}.comfy_quant" in shapes) == (record == INT8)
+    assert {tensor.dtype for tensor in conversion.tensors} == {tensor.dtype for tensor in match.header.tensors.values()}
+    plain = convert_header(match, wanted=Wanted("bf16"))
+    assert {tensor.dtype for tensor in plain.tensors} == {"BF16"}
+    assert _shapes(plain) == _recorded_shapes(NATIVE)
+
+
+@pytest.mark.parametrize(("format_", "size"), [("fp8_scaled", 0.5), ("nvfp4", 0.29), ("int8_convrot", 0.5)])
+def test_a_plain_header_in_another_format(tmp_path: Path, format_: str, size: float) -> None:
+    match = _match(tmp_path)
+    conversion = convert_header(match, wanted=Wanted(format_))
+    quantised = 34 * 5 + 32 + 3  # of each block five, of those with modulation one more; x_embedder and the final layer
+    assert conversion.formats[format_] == quantised
+    assert conversion.nbytes == pytest.approx(match.header.nbytes * size, rel=0.03)
