@@ -160,8 +160,14 @@ def _pairs(layout: str, device: torch.device) -> Tensor:
 
 
 def _nearest_codes(values: Tensor, scale: Tensor) -> Tensor:
-    """Codes, uint8, nearest to ``values / scale``; 0 under a scale of 0, which blocks far below the largest get."""
-    quotients = torch.where(scale == 0, 0.0, values / scale)
-    limits = torch.tensor(_LIMITS, dtype=torch.float32, device=values.device)
-    magnitudes = torch.bucketize(quotients.abs(), limits, out_int32=True)
-    return (magnitudes + 8 * (quotients < 0)).to(torch.uint8)
+    """Codes, uint8, nearest to ``values / scale``; 0 under a scale of 0, which blocks far below the largest get.
+
+    A magnitude's code is the number of limits that it exceeds: on processors counting is far faster than looking up.
+    """
+    quotients = values / torch.where(scale == 0, torch.inf, scale)
+    above = quotients < 0
+    codes = above.to(torch.uint8).mul_(8)
+    quotients.abs_()
+    for limit in _LIMITS:
+        codes.add_(torch.gt(quotients, limit, out=above).view(torch.uint8))
+    return codes
