@@ -55,6 +55,8 @@ def test_nothing_to_say(keys: dict[str, Any]) -> None:
         ({"a": "x.{s=p|q}"}, ("a",), "name it on both sides"),
         ({"a": "reshape(x) + y"}, ("a",), "leave out reshape"),
         ({"a + b": "reshape(x)"}, ("a + b",), "leave out reshape"),
+        ({"a + b": "swap_halves(x)"}, ("a + b",), "an operation on a sum of the file's tensors"),
+        ({"a + b": "transpose(x)"}, ("a + b",), "joined by rows as they are; leave out transpose"),
     ],
 )
 def test_findings(keys: dict[str, Any], where: tuple[str, ...], message: str) -> None:

@@ -182,12 +182,22 @@ def _one_sided_holes(rules: Sequence[Rule]) -> Iterator[Finding]:
 
 
 def _sums_without_inverse(rules: Sequence[Rule]) -> Iterator[Finding]:
-    """``reshape`` in a sum: where any shape is right, nothing says which rows are whose."""
+    """Operations in a sum that can't be undone, since nothing says which rows are whose.
+
+    Where the file is apart and the model fused, the operation would be on the whole, and each of the file's tensors
+    some rows of it; no checkpoint needs that, and joining takes the rows as they are.
+    """
     for rule in rules:
         if len(rule.terms) == 1 and len(rule.files) == 1:
             continue
         for term in rule.terms:
-            if term.operation == "reshape":
+            if term.operation is not None and len(rule.files) > 1:
+                yield Finding(
+                    f"{_shown(rule)} has an operation on a sum of the file's tensors, which are joined by rows as they "
+                    f"are; leave out {term.operation}",
+                    rule.where,
+                )
+            elif term.operation == "reshape":
                 yield Finding(
                     f"{term} in a sum: a tensor of any shape has no rows to be told apart by; leave out reshape",
                     rule.where,
