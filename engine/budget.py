@@ -17,11 +17,14 @@ from slipcast.registry.settings import Settings
 _MIB = 2**20
 
 
-def predict_bytes(targets: Sequence[Target], match: Match, device: Device, settings: Settings) -> Bytes:
+def predict_bytes(
+    targets: Sequence[Target], match: Match, device: Device, settings: Settings, *, threads: int = 1
+) -> Bytes:
     """Bytes that a load will take.
 
-    Resident is exact. The peaks count tensors: what the loader allocates for results, for one chunk of casting and,
-    towards a GPU, for the page-locked buffer that a chunk is read into. The interpreter's own objects come on top.
+    Resident is exact. The peaks count tensors: what the loader allocates for results, for one chunk of casting in each
+    of its threads and, towards a GPU, for the page-locked buffer that a chunk is read into. The interpreter's own
+    objects come on top.
     """
     resident = sum(stored.nbytes for target in targets for stored in target.stored)
     mapped = sum(target.stored[0].nbytes for target in targets if target.mapped)
@@ -29,6 +32,7 @@ def predict_bytes(targets: Sequence[Target], match: Match, device: Device, setti
     slab = max((slab_bytes(target, match.everything.weights, settings.chunk_mib) for target in targets), default=0)
     if device.kind == "cpu":
         buffered = 0 if settings.mmap else slab
+        scratch *= threads
         anonymous = resident - mapped + scratch + buffered
         return Bytes(
             resident=resident, device_peak=resident + scratch, host_peak_anonymous=anonymous, read=_read(targets, match)

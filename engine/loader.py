@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from slipcast.engine.layers import quantise_module_
 from slipcast.engine.materialise import refuse_meta_tensors
 from slipcast.engine.plan import Piece, Plan, Target
 from slipcast.engine.quantised_model import mark_quantised_
-from slipcast.engine.reader import Reader, open_reader
+from slipcast.engine.reader import Reader, open_reader, with_own_storage
 from slipcast.engine.weight_entries import WEIGHT
+from slipcast.engine.workers import workers
 from slipcast.registry.errors import LoadCancelled, QuantisationError
 from slipcast.registry.header import Header
 from slipcast.registry.quantisation import Bundle, assemble
@@ -28,6 +31,9 @@ from slipcast.registry.side_tensors import INPUT_SCALE
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
+_Read = list[tuple[Piece, tuple[int, int]]]
+"""The rows of the file that a job has read."""
+_Job = Callable[[], _Read]
 
 
 class _Work:
@@ -49,7 +55,7 @@ class _Work:
         self.device = torch.device(plan.device)
         self.tensors: dict[str, torch.Tensor] = {}
         self._progress, self._cancelled = progress, cancelled
-        self._scratch = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._local = threading.local()
         self._scaled: set[str] = set()
         self._read = 0
 
@@ -67,10 +73,11 @@ class _Work:
         return self.tensors[stored.name]
 
     def scratch(self, elements: int) -> torch.Tensor:
-        """A float32 buffer of at least so many elements, reused."""
-        if self._scratch.numel() < elements:
-            self._scratch = torch.empty(elements, dtype=torch.float32, device=self.device)
-        return self._scratch
+        """A float32 buffer of at least so many elements, reused; each thread has its own."""
+        found: torch.Tensor | None = getattr(self._local, "scratch", None)
+        if found is None or found.numel() < elements:
+            found = self._local.scratch = torch.empty(elements, dtype=torch.float32, device=self.device)
+        return found
 
     def report(self, piece: Piece, rows: tuple[int, int]) -> None:
         """Count rows that were read, and once the scales of their weight; let the caller know, and stop.
@@ -98,7 +105,7 @@ class _Work:
         """Let go of everything, also where an error's traceback still holds this object."""
         self.reader.close()
         self.tensors = {}
-        self._scratch = torch.empty(0)
+        self._local = threading.local()
 
 
 def execute(
@@ -128,19 +135,26 @@ def execute(
     reader = open_reader(header, mmap=mapped, pinned=torch.device(plan.device).type == "cuda")
     work = _Work(plan, assemble(header).weights, reader, progress, cancelled)
     try:
-        with torch.no_grad():
-            for target in _in_file_order(work):
-                if target.how == "keep":
-                    _keep(work, target)
-                    _keep_static_scale(work, target)
-                else:
-                    for piece in target.pieces:
-                        for chunk in chunks(target, piece, plan.request.chunk_mib):
-                            _fill(work, target, piece, chunk)
-                            work.report(piece, chunk.rows)
+        with workers(int(plan.settings["threads"].engaged)) as done:
+            for read in done(_jobs(work)):
+                for piece, rows in read:
+                    work.report(piece, rows)
         return _assemble_model(plan, work.tensors, work.device)
     finally:
         work.close()
+
+
+def _jobs(work: _Work) -> Iterator[_Job]:
+    """The chunks of all targets in file order. What they fill is allocated here, in the caller's thread."""
+    for target in _in_file_order(work):
+        for index in range(int(target.mapped), len(target.stored)):
+            work.stored(target, index)
+        if target.how == "keep":
+            yield from _keep_jobs(work, target)
+        else:
+            for piece in target.pieces:
+                for chunk in chunks(target, piece, work.plan.request.chunk_mib):
+                    yield partial(_fill, work, target, piece, chunk)
 
 
 def _in_file_order(work: _Work) -> list[Target]:
@@ -152,19 +166,21 @@ def _in_file_order(work: _Work) -> list[Target]:
     return sorted((target for target in work.plan.targets if target.pieces), key=place)
 
 
-def _fill(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> None:
-    """Bring one chunk of the file into the tensor that a target is stored in, or quantise it."""
+@torch.no_grad()
+def _fill(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
+    """Bring one chunk of the file into the tensor that a target is stored in, or quantise it; says what was read."""
     values = work.weight(piece).values(*chunk.rows, getattr(torch, target.stored[0].dtype))
     rows = slice(*chunk.target_rows)
     if piece.operation == "transpose" and values.ndim == 2:
         values = values.t()
     values = values.reshape((rows.stop - rows.start, *target.shape[1:]) if target.shape else ())
     if target.mapped:
-        work.tensors[target.stored[0].name] = values
+        work.tensors[target.stored[0].name] = with_own_storage(values)
     elif target.how == "encode":
         _encode(work, target, values, rows)
     else:
         _rows(work.stored(target, 0), rows).copy_(values)
+    return [(piece, chunk.rows)]
 
 
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -186,43 +202,52 @@ def _encode(work: _Work, target: Target, values: torch.Tensor, rows: slice) -> N
         raise QuantisationError(f"{target.name}: {error.found}", expected=error.expected, hint=error.hint) from error
 
 
-def _keep(work: _Work, target: Target) -> None:
+def _keep_jobs(work: _Work, target: Target) -> Iterator[_Job]:
     """Take over the file's codes and scales: as they lie there, sorted anew, or joined from several weights."""
     pieces = sorted(target.pieces, key=lambda piece: piece.target_rows or (0, 0))
     if len({piece.source for piece in pieces}) > 1:
         for piece in pieces:
-            _keep_rows(work, target, piece, chunk=Chunk(piece_rows(piece), piece.target_rows or (0, 0)))
+            yield partial(_keep_rows, work, target, piece, Chunk(piece_rows(piece), piece.target_rows or (0, 0)))
     elif len(pieces) > 1 or not is_cut(pieces[0]):
-        parts = work.weight(pieces[0]).selected([piece_rows(piece) for piece in pieces])
-        for index, part in enumerate(parts.values()):
-            work.stored(target, index).copy_(part)
-        for piece in pieces:
-            work.report(piece, piece_rows(piece))
+        yield partial(_keep_sorted, work, target, pieces)
     else:
         for chunk in chunks(target, pieces[0], work.plan.request.chunk_mib):
-            _keep_rows(work, target, pieces[0], chunk)
+            yield partial(_keep_rows, work, target, pieces[0], chunk)
+    yield partial(_keep_static_scale, work, target)
 
 
-def _keep_rows(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> None:
+@torch.no_grad()
+def _keep_sorted(work: _Work, target: Target, pieces: Sequence[Piece]) -> _Read:
+    """Put several ranges of rows of one weight one after another."""
+    parts = work.weight(pieces[0]).selected([piece_rows(piece) for piece in pieces])
+    for index, part in enumerate(parts.values()):
+        work.stored(target, index).copy_(part)
+    return [(piece, piece_rows(piece)) for piece in pieces]
+
+
+@torch.no_grad()
+def _keep_rows(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
     """Put the parts of some rows where the target keeps them; each row of a joined weight gets its part's one scale."""
     first, last = chunk.target_rows
     for index, (name, part) in enumerate(work.weight(piece).parts(*chunk.rows).items()):
         if target.mapped and name == CODES:
-            work.tensors[target.stored[index].name] = part.view(target.stored[index].shape)
+            work.tensors[target.stored[index].name] = with_own_storage(part).view(target.stored[index].shape)
             continue
         out = work.stored(target, index)
         if out.ndim:  # of a padded part the last rows have no row of the weight
             out = out[first : None if last == rows_of(target.shape) else last]
         out.copy_(part.view(out.shape) if part.ndim else part)
-    work.report(piece, chunk.rows)
+    return [(piece, chunk.rows)]
 
 
-def _keep_static_scale(work: _Work, target: Target) -> None:
+@torch.no_grad()
+def _keep_static_scale(work: _Work, target: Target) -> _Read:
     """Take over the checkpoint's scale of activations, where the plan stores it; all pieces have the same."""
     for index, stored in enumerate(target.stored):
         if _leaf(stored.name) == INPUT_SCALE:
             scale = work.bundles[target.pieces[0].source].sides[INPUT_SCALE]
             work.stored(target, index).copy_(work.reader.elements(scale, 0, 1).view(()))
+    return []
 
 
 def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.device) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import nn
 from slipcast.engine.devices import Device
 
 _STATUS = Path("/proc/self/status")
-_INTERVAL = 0.003
+_INTERVAL = 0.01
 
 
 def count_bytes(model: nn.Module) -> int:

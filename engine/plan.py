@@ -197,6 +197,7 @@ class Request(_Frozen):
     mmap: bool
     unexpected: tuple[str, ...]
     chunk_mib: int
+    threads: int | None
     device_reserve_mib: int
 
 

@@ -12,13 +12,14 @@ from slipcast.engine.accounting import Accounts, account
 from slipcast.engine.budget import predict_bytes, weigh_verdict
 from slipcast.engine.build import build_on_meta, unknown_arguments
 from slipcast.engine.codecs.base import Codec
-from slipcast.engine.devices import Device, resolve_device
+from slipcast.engine.devices import resolve_device
 from slipcast.engine.file_codec import file_codec
 from slipcast.engine.fp8_probe import probe_fp8
 from slipcast.engine.model_tensors import model_tensors
 from slipcast.engine.module_precision import ModuleChoices, ModuleChooser
 from slipcast.engine.plan import Bytes, Decision, FileTensor, Origin, Plan, Request, Target
 from slipcast.engine.precision import Rules, decide_dtype, decide_fp8
+from slipcast.engine.reading import decide_mmap, decide_threads
 from slipcast.engine.saved_quantisation import saved_quantisation
 from slipcast.engine.targets import TargetMaker, refuse_other_kinds
 from slipcast.registry.errors import UnsupportedFormatError
@@ -71,6 +72,8 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
     refuse_other_kinds(match, accounts, {**tensors.parameters, **tensors.persistent})
     dtype = decide_dtype(settings.dtype, match.family.precision, match.bundles.values(), device, saved.compute_dtype)
     fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values(), lambda: probe_fp8(device))
+    mmap = decide_mmap(settings.mmap, device)
+    threads = decide_threads(settings.threads, device, mmap)
     rules = Rules.of(match.family.precision)
     codecs = _codecs(match, accounts, saved.nvfp4_layout or match.family.precision.nvfp4_layout)
     tied = frozenset(chain.from_iterable(tensors.ties.items()))
@@ -82,7 +85,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
             match, accounts, codecs, modules.by_weight, saved, rules, dtype.engaged, device, settings.mmap
         )
         targets = tuple(maker.targets(tensors))
-        return modules, targets, predict_bytes(targets, match, device, settings)
+        return modules, targets, predict_bytes(targets, match, device, settings, threads=int(threads.engaged))
 
     modules, targets, bytes_ = planned(fp8.engaged)
     fp8 = _as_engaged(fp8, modules)
@@ -94,7 +97,8 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
             "dtype": dtype,
             "fp8": fp8,
             **({"fp8.remainder": modules.remainder} if modules.remainder is not None else {}),
-            "mmap": _mmap_decision(settings.mmap, device),
+            "mmap": mmap,
+            "threads": threads,
         },
         device=device.name,
         compute_dtype=dtype.engaged,
@@ -189,23 +193,9 @@ def _request(settings: Settings) -> Request:
         mmap=settings.mmap,
         unexpected=tuple(settings.unexpected),
         chunk_mib=settings.chunk_mib,
+        threads=settings.threads,
         device_reserve_mib=settings.device_reserve_mib,
     )
-
-
-def _mmap_decision(mmap: bool, device: Device) -> Decision:
-    if device.kind != "cpu":
-        return Decision(
-            requested=str(mmap).lower(),
-            engaged="false",
-            reason="a device is fed through pinned memory, never from a mapped file",
-        )
-    reason = (
-        "tensors that are not cast are views of the file"
-        if mmap
-        else "as requested: tensors are copied out of the file"
-    )
-    return Decision(requested=str(mmap).lower(), engaged=str(mmap).lower(), reason=reason)
 
 
 def _fates(match: Match, targets: Sequence[Target], accounts: Accounts) -> Iterator[FileTensor]:

@@ -99,6 +99,14 @@ def is_aligned(tensor: TensorInfo, rows: tuple[int, int] | None = None) -> bool:
     return (tensor.start + skipped) % dtype.itemsize == 0
 
 
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """A contiguous view as a tensor whose storage is no larger: copying or saving a tensor takes all of it along."""
+    first = view.storage_offset() * view.element_size()
+    storage = view.untyped_storage()[first : first + view.nbytes]
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (view.nbytes,), (1,))  # type: ignore[arg-type]
+    return raw.view(view.dtype).view(view.shape)
+
+
 class MappedReader:
     """Views of privately mapped files: nothing is read before it is touched; writes leave the file alone."""
 
@@ -106,27 +114,27 @@ class MappedReader:
 
     def __init__(self, header: Header) -> None:
         self._header = header
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._files: dict[int, torch.Tensor] = {}
 
     def elements(self, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
         """See ``Reader``. A tensor that does not begin at a whole item is copied."""
         dtype = torch_dtype(tensor)
         first, last = (tensor.start + element * dtype.itemsize for element in (start, stop))
-        # A storage of its own: copying, pickling or saving a tensor takes all of its storage along.
-        storage = self._storage(tensor.file)[first:last]
-        raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (last - first,), (1,))
+        raw = self._file(tensor.file)[first:last]
         return (raw if first % dtype.itemsize == 0 else raw.clone()).view(dtype)
 
     def close(self) -> None:
         """Let go of the mappings; views that are in use keep theirs."""
-        self._storages.clear()
+        self._files.clear()
 
-    def _storage(self, index: int) -> torch.UntypedStorage:
-        if index not in self._storages:
+    def _file(self, index: int) -> torch.Tensor:
+        """All bytes of a file."""
+        if index not in self._files:
             path = self._header.files[index]
             size = _checked_size(self._header, index)
-            self._storages[index] = torch.UntypedStorage.from_file(str(path), False, size)  # type: ignore[assignment]
-        return self._storages[index]
+            storage = torch.UntypedStorage.from_file(str(path), False, size)
+            self._files[index] = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
+        return self._files[index]
 
 
 class BufferedReader:

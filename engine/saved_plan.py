@@ -36,6 +36,7 @@ def _with_request(request: Request, settings: Settings) -> Settings:
             "mmap": request.mmap,
             "unexpected": request.unexpected,
             "chunk_mib": request.chunk_mib,
+            "threads": request.threads,
             "device_reserve_mib": request.device_reserve_mib,
         }
     )
@@ -71,7 +72,7 @@ def check_saved_plan(plan: Plan, again: Plan, given: Collection[str]) -> None:
         )
 
 
-_DECIDED = frozenset({"device", "dtype", "fp8", "mmap", "unexpected", "chunk_mib", "device_reserve_mib"})
+_DECIDED = frozenset({"device", "dtype", "fp8", "mmap", "unexpected", "chunk_mib", "threads", "device_reserve_mib"})
 
 
 def refuse_absent_device(device: Device) -> None:

@@ -81,6 +81,9 @@ class Settings(_Section):
     chunk_mib: int = Field(ge=1)
     """Size in MiB of the pieces in which rows are cast, counted in float32."""
 
+    threads: int | None = Field(ge=1)
+    """How many of these pieces are cast at a time on the CPU; null: as many as torch uses threads, 8 at most."""
+
     header_limit_mib: int = Field(ge=1)
     """Largest header in MiB that is read from a file."""
 

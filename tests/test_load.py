@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,16 +110,21 @@ def test_a_folder(tmp_path: Path, tensors: Tensors, fp8: str) -> None:
     _check_values(loaded.model, tensors, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("mmap", "rows"), [(True, 1), (False, 7), (True, 64)])
-def test_the_size_of_chunks_changes_nothing(
-    files: dict[tuple[str, str], Path], tensors: Tensors, monkeypatch: pytest.MonkeyPatch, rows: int, mmap: bool
+@pytest.mark.parametrize(("mmap", "rows", "threads"), [(True, 1, 1), (False, 7, 1), (True, 64, 1), (True, 9, 3)])
+def test_the_size_and_number_of_chunks_change_nothing(
+    files: dict[tuple[str, str], Path],
+    tensors: Tensors,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    mmap: bool,
+    threads: int,
 ) -> None:
     path = files["native", PREFIX]
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "mmap": mmap}
-    whole = {fp8: slipcast.load(path, fp8=fp8, **settings).model.state_dict() for fp8 in ("off", "storage")}
+    whole = {fp8: slipcast.load(path, fp8=fp8, threads=1, **settings).model.state_dict() for fp8 in ("off", "storage")}
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda *_: rows)
     for fp8, expected in whole.items():
-        model = slipcast.load(path, fp8=fp8, **settings).model
+        model = slipcast.load(path, fp8=fp8, threads=threads, **settings).model
         _check_values(model, tensors, torch.float32)
         assert _same_bits(model.state_dict(), expected)
 
@@ -193,17 +199,16 @@ def test_other_floats_are_cast_once(tmp_path: Path, dtype: torch.dtype) -> None:
         _check_values(model, tensors, getattr(torch, target))
 
 
-@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize(("mmap", "threads"), [(True, 1), (False, 1), (True, 3)])
 @pytest.mark.parametrize("fp8", ["off", "storage"])
 def test_progress_rises_to_the_bytes_that_the_plan_says(
-    files: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch, fp8: str, mmap: bool
+    files: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch, fp8: str, mmap: bool, threads: int
 ) -> None:
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda *_: 50)
     steps: list[tuple[int, int]] = []
     path = files["native", ""]
-    loaded = slipcast.load(
-        path, device="cpu", dtype="bfloat16", fp8=fp8, mmap=mmap, progress=lambda *s: steps.append(s)
-    )
+    settings = {"device": "cpu", "dtype": "bfloat16", "fp8": fp8, "mmap": mmap, "threads": threads}
+    loaded = slipcast.load(path, progress=lambda *step: steps.append(step), **settings)
     assert loaded.report.differences == ()
     total = loaded.report.plan.bytes.read
     done = [step for step, _ in steps]
@@ -213,9 +218,9 @@ def test_progress_rises_to_the_bytes_that_the_plan_says(
     assert total == sum(tensor.nbytes for tensor in natively(tiny_tensors()).values())
 
 
-@pytest.mark.parametrize("after", [1, 2, 40])
+@pytest.mark.parametrize(("after", "threads"), [(1, 1), (2, 1), (40, 1), (1, 3), (20, 3)])
 def test_a_cancelled_load_leaves_nothing(
-    files: dict[tuple[str, str], Path], after: int, caplog: pytest.LogCaptureFixture
+    files: dict[tuple[str, str], Path], after: int, threads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "slipcast")
     asked: list[None] = []
@@ -226,9 +231,11 @@ def test_a_cancelled_load_leaves_nothing(
 
     gc.collect()
     before = _big_tensors()
+    settings = {"device": "cpu", "dtype": "float32", "fp8": "storage", "threads": threads}
     with pytest.raises(LoadCancelled) as caught:
-        slipcast.load(files["native", ""], device="cpu", dtype="float32", fp8="storage", cancelled=cancelled)
+        slipcast.load(files["native", ""], cancelled=cancelled, **settings)
     assert len(asked) == after
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("slipcast-load")]
     assert "the load was cancelled after" in caught.value.found
     assert caught.value.hint == "nothing of it is left; load again when wanted"
     assert _big_tensors() <= before + 1  # at most the chunk that the traceback still names
@@ -256,13 +263,16 @@ def test_one_line_says_what_was_loaded(files: dict[tuple[str, str], Path], caplo
     assert "became" not in record.getMessage()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_no_scale_fits_are_refused_by_name(tmp_path: Path, tensors: Tensors, value: float) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_no_scale_fits_are_refused_by_name(
+    tmp_path: Path, tensors: Tensors, value: float, threads: int
+) -> None:
     native = {name: tensor.clone() for name, tensor in natively(tensors).items()}
     native["layers.1.attention.qkv.weight"][70, 3] = value
     save_file(native, tmp_path / "m.safetensors")
     with pytest.raises(QuantisationError) as caught:
-        slipcast.load(tmp_path / "m.safetensors", device="cpu", fp8="storage")
+        slipcast.load(tmp_path / "m.safetensors", device="cpu", fp8="storage", threads=threads)
     assert caught.value.found.startswith("layers.1.attention.to_k.weight: a weight with values that are not finite")
 
 

@@ -60,6 +60,7 @@ print(json.dumps([measured(path, each) for each in settings]))
 SETTINGS: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "fp8": "off"},
     {"dtype": "bfloat16", "fp8": "storage"},
+    {"dtype": "bfloat16", "fp8": "storage", "threads": 3},
     {"dtype": "float32", "fp8": "off", "mmap": False},
 ]
 
@@ -87,12 +88,12 @@ def test_a_load_takes_what_was_predicted(tmp_path: Path) -> None:
         cwd=tmp_path,
         timeout=300,
     ).stdout
-    adopted, storage, copied = json.loads(output.splitlines()[-1])
-    for each in (adopted, storage, copied):
+    adopted, storage, side_by_side, copied = json.loads(output.splitlines()[-1])
+    for each in (adopted, storage, side_by_side, copied):
         assert each["measured"] <= each["host_peak_anonymous"] + 64 * MIB, each
         assert each["reported"] <= each["measured"] + 8 * MIB, each
     assert adopted["host_peak_anonymous"] == 0
     assert adopted["measured"] < 8 * MIB
-    for each in (storage, copied):
+    for each in (storage, side_by_side, copied):
         assert each["measured"] > 0.7 * each["host_peak_anonymous"], each
         assert each["host_peak_anonymous"] < each["resident"] + 48 * MIB, each

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_resident_bytes_are_a_sum_over_shapes(published: Path) -> None:
 
 @pytest.mark.parametrize("chunk_mib", [1, 16])
 def test_peaks_are_the_result_and_one_chunk(published: Path, chunk_mib: int) -> None:
-    settings = {"dtype": "bfloat16", "fp8": "storage", "chunk_mib": chunk_mib}
+    settings = {"dtype": "bfloat16", "fp8": "storage", "chunk_mib": chunk_mib, "threads": 1}
     mapped = slipcast.plan(published, device="cpu", **settings)
     held = sum(target.stored[0].nbytes for target in mapped.targets if target.mapped)
     assert held > 0
@@ -83,6 +84,25 @@ def test_peaks_are_the_result_and_one_chunk(published: Path, chunk_mib: int) -> 
     card = slipcast.plan(published, device="cuda:8.6,24GiB", **settings).bytes
     assert card.device_peak == card.resident + scratch + slab
     assert card.host_peak_anonymous == slab
+    three = slipcast.plan(published, device="cpu", **settings | {"threads": 3})
+    assert three.bytes.host_peak_anonymous == mapped.bytes.host_peak_anonymous + 2 * scratch
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "engaged", "reason"),
+    [
+        ("cpu", {}, str(min(torch.get_num_threads(), 8)), f"torch uses {torch.get_num_threads()} here"),
+        ("cpu", {"threads": 5}, "5", "as requested"),
+        ("cpu", {"threads": 5, "mmap": False}, "1", "a file that is not mapped is read into one buffer"),
+        ("cuda:8.6,24GiB", {"threads": 5}, "1", "chunks are cast on the device, one after another"),
+    ],
+)
+def test_the_number_of_threads_is_decided(
+    published: Path, device: str, settings: dict[str, Any], engaged: str, reason: str
+) -> None:
+    decision = slipcast.plan(published, device=device, **settings).settings["threads"]
+    assert (decision.requested, decision.engaged) == (str(settings.get("threads", "auto")), engaged)
+    assert decision.reason.startswith(reason)
 
 
 def test_a_plan_says_what_was_asked_and_why(published: Path) -> None:

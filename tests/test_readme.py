@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import diffusers
 import pytest
+import torch
 
 import slipcast
 from support.command_line import output_of
@@ -20,6 +22,15 @@ def shown(command: str) -> str:
     found = re.search(rf"\$ {re.escape(command)}\n(.*?)```", README, re.DOTALL)
     assert found is not None
     return found[1].strip()
+
+
+@pytest.fixture(autouse=True)
+def _two_cores() -> Iterator[None]:
+    """The machine of the README."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def printed(command: str, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -214,7 +214,7 @@ def test_of_several_entries_later_ones_win(machine: Machine) -> None:
     machine.write("project/slipcast.yaml", "models: {'*': {device: cpu}, '*some*': {chunk_mib: 8}}\n")
     resolved = machine.resolve(checkpoint=Path(CHECKPOINT))
     assert (resolved.values.chunk_mib, resolved.values.mmap, resolved.values.device) == (8, False, "cpu")
-    assert [value for _, value in resolved.history["chunk_mib"]] == [4, 5, 6, 8]
+    assert [value for _, value in resolved.history["chunk_mib"]] == [DEFAULTS.data["chunk_mib"], 5, 6, 8]
     assert resolved.values.models["*"] == {"chunk_mib": 5, "mmap": False, "device": "cpu"}
 
 

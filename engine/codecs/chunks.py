@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -51,8 +52,8 @@ def row_amax(rows: Tensor, scratch: Tensor) -> Tensor:
         amax = integers.amax(1).view(rows.dtype).to(torch.float32)
     else:
         amax = prefix(scratch, rows).copy_(rows).abs_().amax(1)
-    finite = torch.isfinite(amax)
-    if not bool(finite.all()):
+    if not isfinite(float(amax.amax())):  # the largest of numbers of which one is none is none
+        finite = torch.isfinite(amax)
         raise QuantisationError(
             f"a weight with values that are not finite, under {int((~finite).sum())} of {amax.numel()} scales",
             expected="finite weights, since the largest magnitude gives the scale",
