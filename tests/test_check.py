@@ -241,6 +241,21 @@ def test_an_example_that_is_another_familys(tmp_path: Path, records: Records) ->
     assert (result.status, "krea2--raw-native is recognised as rival" in result.detail) == ("failed", True)
 
 
+def test_a_converter_that_knows_one_size_is_asked_about_an_example(tmp_path: Path, records: Records) -> None:
+    """diffusers' converter of FLUX.1 wants its 3072 columns; what a small model can't show, a row of each does."""
+    path = FILE.with_name("flux-1.yaml")
+    assert "1160 tensors of one column each" in _prove("converter", path, records).detail
+    text = path.read_text(encoding="utf-8")
+    for old, new, wrong in [
+        ("swap_halves(norm_out.linear)", "norm_out.linear", 2),
+        ("linear1: attn.to_q + attn.to_k", "linear1: attn.to_k + attn.to_q", 4 * 38),
+    ]:
+        broken = tmp_path / "flux-1.yaml"
+        broken.write_text(text.replace(old, new), encoding="utf-8")
+        result = _prove("converter", broken, records)
+        assert (result.status, f"puts {wrong} tensors elsewhere" in result.detail) == ("failed", True)
+
+
 def test_values_that_come_back_elsewhere(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the engine, not of a file."""
 

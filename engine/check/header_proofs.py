@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 
 from slipcast.engine.check.proof import Outcome, proved, skipped
@@ -57,8 +58,11 @@ def _prove_recognised(subject: Subject, case: Case) -> None:
 
 
 def _format(match: Match) -> str:
-    """The format of most quantised weights, or plain."""
-    counts = Counter(bundle.format for bundle in match.bundles.values() if not bundle.is_plain)
+    """The format of most quantised elements, or plain; a file may have as many biases in another as weights in one."""
+    counts: Counter[str] = Counter()
+    for bundle in match.bundles.values():
+        if not bundle.is_plain:
+            counts[bundle.format] += prod(bundle.shape)
     return counts.most_common(1)[0][0] if counts else "plain"
 
 
