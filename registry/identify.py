@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +28,7 @@ class Match:
         variant: a variant of the family, or None.
         layout: whose names the tensors bear; None where the family's names and the model's are one.
         prefix: what stands before each of its names in the file.
-        bundles: its weights by name, without the prefix.
+        bundles: its weights by name, without the prefix and without what another family describes.
         everything: all tensors of the file, sorted.
         config: constructor arguments of the model class.
         evidence: what was seen, as sentences.
@@ -58,10 +59,10 @@ def identify(
         family: ask this family alone; it must still find its evidence.
 
     Returns:
-        One match for a file of one model, one for each recognised component of a pipeline folder. Never empty.
+        One match for each model in a file, and for each recognised component of a pipeline folder. Never empty.
 
     Raises:
-        IdentificationError: no family claims any component, or two claim the same one.
+        IdentificationError: no family claims any component, or two claim the same tensors.
     """
     asked = {family: catalogue[family]} if family is not None else catalogue
     matches: list[Match] = []
@@ -69,7 +70,7 @@ def identify(
     for component, header in checkpoint.headers.items():
         bundles = assemble(header)
         try:
-            matches.append(_identify_header(header, component, bundles, asked))
+            matches += _identify_header(header, component, bundles, asked)
         except IdentificationError as error:
             failures.append(error)
     ambiguous = [failure for failure in failures if failure.candidates]
@@ -78,15 +79,26 @@ def identify(
     return tuple(matches)
 
 
-def _identify_header(header: Header, component: str, bundles: Bundles, catalogue: Mapping[str, Family]) -> Match:
+def _identify_header(
+    header: Header, component: str, bundles: Bundles, catalogue: Mapping[str, Family]
+) -> Iterator[Match]:
     path = header.path / component if component else header.path
     answers = ask(bundles.weights, catalogue)
     claims = [answer for answer in answers if answer.evidence.complete]
     if not claims:
         raise unclaimed(path, bundles.weights, answers)
-    if len(claims) > 1:
+    if not all(are_apart(one, other) for one, other in combinations(claims, 2)):
         raise claimed_twice(path, claims)
-    return _match(header, component, bundles, claims[0])
+    for claim in claims:
+        yield _match(header, component, bundles, claim)
+
+
+def are_apart(one: Answer | Match, other: Answer | Match) -> bool:
+    """Whether two claims on one file are on different models: under prefixes that differ, or one inside the other."""
+    outer, inner = sorted((one, other), key=lambda claim: len(claim.prefix))
+    if not inner.prefix.startswith(outer.prefix):
+        return True
+    return (inner.prefix.removeprefix(outer.prefix), inner.family.id) in outer.family.contains.items()
 
 
 def _match(header: Header, component: str, bundles: Bundles, claim: Answer) -> Match:
@@ -109,7 +121,13 @@ def _match(header: Header, component: str, bundles: Bundles, claim: Answer) -> M
         variant=variant.name if variant is not None else None,
         layout=claim.layout if family.key_map.rules else None,
         prefix=claim.prefix,
-        bundles=MappingProxyType(strip_prefix(bundles.weights, claim.prefix)),
+        bundles=MappingProxyType(
+            {
+                name: bundle
+                for name, bundle in strip_prefix(bundles.weights, claim.prefix).items()
+                if family.key_map.contained(name) is None
+            }
+        ),
         everything=bundles,
         config=infer_config(family, names, header),
         evidence=tuple(evidence),

@@ -12,7 +12,7 @@ from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.errors import IdentificationError, SettingsError
 from slipcast.registry.family import Family
 from slipcast.registry.header import Checkpoint
-from slipcast.registry.identify import Match, identify
+from slipcast.registry.identify import Match, are_apart, identify
 from slipcast.registry.quantisation import Bundles, assemble, count_formats
 from slipcast.registry.settings import Settings
 from slipcast.registry.validation import nearest
@@ -114,10 +114,17 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """A checkpoint with its matches, the main one first."""
+    """A checkpoint with its matches.
+
+    Attributes:
+        checkpoint: its headers.
+        matches: the models that were asked for, the main one first.
+        beside: every other model in the file of the main one.
+    """
 
     checkpoint: Checkpoint
     matches: tuple[Match, ...]
+    beside: tuple[Match, ...]
 
     @property
     def main(self) -> Match:
@@ -136,9 +143,20 @@ def identify_path(path: str | Path, settings: Settings) -> Identified:
     checkpoint = read_checkpoint(path, limit_mib=settings.header_limit_mib)
     _check_family(settings.family, catalogue)
     matches = identify(checkpoint, catalogue, family=settings.family)
+    known = matches if settings.family is None else _identified(checkpoint, catalogue)
     if settings.component is not None:
         matches = _only(settings.component, matches)
-    return Identified(checkpoint, tuple(sorted(matches, key=lambda match: match.family.kind != "denoiser")))
+    main, *rest = sorted(matches, key=lambda match: match.family.kind != "denoiser")
+    in_its_file = [match for match in known if match.component == main.component and match.family.id != main.family.id]
+    return Identified(checkpoint, (main, *rest), tuple(match for match in in_its_file if are_apart(match, main)))
+
+
+def _identified(checkpoint: Checkpoint, catalogue: Mapping[str, Family]) -> tuple[Match, ...]:
+    """What is found without the setting ``family``; nothing where that setting is what settles whose the file is."""
+    try:
+        return identify(checkpoint, catalogue)
+    except IdentificationError:
+        return ()
 
 
 def inspect_path(path: str | Path, settings: Settings) -> Inspection:

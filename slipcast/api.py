@@ -120,6 +120,4 @@ def resolve(path: str | Path, settings: dict[str, Any]) -> Settings:
 def _plan(identified: Identified, settings: Settings) -> Plan:
     from slipcast.engine.planner import make_plan
 
-    main = identified.main
-    others = [match for match in identified.matches if match.header is main.header]
-    return make_plan(main, settings, others=others)
+    return make_plan(identified.main, settings, others=identified.beside)

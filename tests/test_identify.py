@@ -238,3 +238,48 @@ def test_conditions_on_shapes_count_as_evidence() -> None:
     assert evidence.absent == ("b",)
     assert not evidence.complete
     assert evidence.share == 0.5
+
+
+ENCODER = """
+schema: 1
+id: {id}
+title: An encoder
+kind: text_encoder
+model: transformers.T5EncoderModel
+prefixes: [{prefixes}]
+identify: {{has: [{has}]}}
+precision: {{fp16: safe, fp8: {{storage: supported, compute: supported}}}}
+"""
+
+
+def _encoders(folder: Path, contains: str) -> dict[str, list[str]]:
+    (folder / "text_encoders").mkdir(parents=True)
+    inner = ENCODER.format(id="inner", prefixes="inner., part.inner.", has="shared.weight")
+    outer = ENCODER.format(id="outer", prefixes='part., ""', has="only.weight") + contains
+    (folder / "text_encoders" / "inner.yaml").write_text(inner)
+    (folder / "text_encoders" / "outer.yaml").write_text(outer)
+    return {"families": [str(folder)]}
+
+
+def test_a_file_may_hold_models_under_prefixes_that_differ(tmp_path: Path) -> None:
+    families = _encoders(tmp_path / "families", "")
+    tensors = {f"model.diffusion_model.{name}": tensor for name, tensor in natively(tiny_tensors()).items()}
+    path = _written(tmp_path, tensors | {"inner.shared.weight": torch.ones(4, 8)})
+    inspection = slipcast.inspect(path, **families)
+    assert [component.family for component in inspection.components] == ["z-image", "inner"]
+    for family in ({}, {"family": "z-image"}, {"component": "denoiser"}):
+        plan = slipcast.plan(path, **families, **family)
+        fates = {tensor.name: tensor.fate for tensor in plan.tensors}
+        assert fates.pop("inner.shared.weight") == "other component"
+        assert set(fates.values()) == {"loaded"}
+    assert slipcast.inspect(path, component="inner", **families).main.prefix == "inner."
+
+
+def test_a_model_inside_another_is_another_where_the_outer_one_s_family_says_so(tmp_path: Path) -> None:
+    path = _written(tmp_path, {"part.only.weight": torch.ones(2), "part.inner.shared.weight": torch.ones(4, 8)})
+    families = _encoders(tmp_path / "said", "contains: {inner.: inner}\n")
+    found = slipcast.inspect(path, **families).components
+    assert {component.family: component.tensors for component in found} == {"inner": 1, "outer": 1}
+    with pytest.raises(IdentificationError) as caught:
+        slipcast.inspect(path, **_encoders(tmp_path / "unsaid", ""))
+    assert "inner and outer both claim" in caught.value.found

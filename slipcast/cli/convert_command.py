@@ -98,7 +98,7 @@ def command(
             wanted=wanted,
             prefix=prefix,
             overwrite=overwrite,
-            others=[match for match in identified.matches if match.header is main.header],
+            others=identified.beside,
             unexpected=settings.unexpected,
             progress=progress,
         )
