@@ -6,7 +6,7 @@ Reads no weight; of scales that are to become one it reads whether they are equa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -132,6 +132,7 @@ class _Writer:
     formats: list[str] = field(default_factory=list)
     codecs: dict[str, str] = field(default_factory=dict)
     folded: dict[str, str] = field(default_factory=dict)
+    full_precision: set[str] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
     altered: list[str] = field(default_factory=list)
     again: Counter[str] = field(default_factory=Counter)
@@ -145,6 +146,8 @@ class _Writer:
         self.formats.append("plain" if codec is None else format_of(codec))
         if codec is not None:
             self.codecs[weight.name] = codec.name
+        if codec is not None and _is_precise(choice, bundles.values()):
+            self.full_precision.add(weight.name)
         if choice.reason:
             self.folded[weight.name] = choice.reason
         if choice.how == "encode":
@@ -182,7 +185,7 @@ class _Writer:
 
     def _add_quantised(self, weight: NewWeight, choice: Choice, codec: Codec, sources: tuple[Bundle, ...]) -> None:
         spelling: Spelling | None = (self.wanted.spelling or "comfy") if self.respells else None
-        precise = choice.how == "keep" and any(source.full_precision for source in sources)
+        precise = _is_precise(choice, sources)
         quantised = QuantisedWeight(
             self.prefix + weight.name, _target(weight, choice), codec, sources, spelling, precise
         )
@@ -226,6 +229,7 @@ class _Writer:
             MappingProxyType(dict(Counter(self.formats).most_common())),
             MappingProxyType(self.codecs),
             MappingProxyType(self.folded),
+            frozenset(self.full_precision),
         )
 
     def _file_marker(self) -> ConvertedTensor | None:
@@ -238,6 +242,11 @@ class _Writer:
         if own is None or not self.legacy:
             return None
         return ConvertedTensor(self.prefix + FILE_MARKER, own.dtype, own.shape, (Extract(own),))
+
+
+def _is_precise(choice: Choice, sources: Iterable[Bundle]) -> bool:
+    """Whether the codes of a weight stay, and the producer of some of them marks it for products in full precision."""
+    return choice.how != "encode" and any(source.full_precision for source in sources)
 
 
 def own_markers(match: Match) -> list[TensorInfo]:

@@ -155,11 +155,12 @@ class Chooser:
         return (codec, "") if obstacle is None else (None, obstacle)
 
     def _raw_codec(self, weight: NewWeight, codecs: list[Codec]) -> tuple[Codec | None, str]:
-        """Codes without a scale. They get one where the others have it, lest theirs be taken for lost."""
+        """Codes without a scale. They get one where the others have it, or they a marker: none may look lost."""
         (codec, *others) = set(codecs)
         if others:
             return None, "rows in different codes make one weight"
-        scaled = self.wanted.format == "fp8_scaled" or self.wanted.spelling == "legacy"
+        marked = self.respells and any(self.bundles[piece.source].full_precision for piece in weight.pieces)
+        scaled = marked or self.wanted.format == "fp8_scaled" or self.wanted.spelling == "legacy"
         if scaled and len(weight.shape) == 2 and weight.name.endswith(WEIGHT_SUFFIX) and isinstance(codec, Float8):
             return replace(codec, granularity="tensor"), ""
         return codec, ""

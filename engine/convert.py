@@ -14,7 +14,7 @@ from slipcast.engine.build import model_class
 from slipcast.engine.conversion import convert_header
 from slipcast.engine.converted import Conversion
 from slipcast.engine.precision import family_dtype
-from slipcast.engine.quantised_model import CONFIG_VERSION, QUANT_METHOD
+from slipcast.engine.quantised_model import description
 from slipcast.engine.safetensors_writer import Progress, write_tensors
 from slipcast.engine.written_format import Wanted
 from slipcast.engine.written_proof import prove_written
@@ -196,10 +196,7 @@ def _config(match: Match, conversion: Conversion) -> dict[str, Any]:
     }
     if not layers:
         return {**head, **match.config}
-    described = {
-        "quant_method": QUANT_METHOD,
-        "version": CONFIG_VERSION,
-        "compute_dtype": family_dtype(match.family.precision, match.bundles.values())[0],
-        "modules": layers,
-    }
+    precise = [name.removesuffix(".weight") for name in conversion.full_precision]
+    dtype, _ = family_dtype(match.family.precision, match.bundles.values())
+    described = description(dtype, layers, (layer for layer in precise if layer in layers))
     return {**head, **match.config, "quantization_config": described}

@@ -83,6 +83,7 @@ class Conversion:
         formats: number of the output's weights in each format.
         codecs: name of each weight of the output that is in codes, without the prefix -> its codec's name.
         folded: weights of the output that lost their codes without having been asked to, with the reason.
+        full_precision: weights of the output in codes that the producer marks for products in full precision.
     """
 
     layout: Layout
@@ -94,6 +95,7 @@ class Conversion:
     formats: Mapping[str, int] = field(default_factory=dict)
     codecs: Mapping[str, str] = field(default_factory=dict)
     folded: Mapping[str, str] = field(default_factory=dict)
+    full_precision: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:

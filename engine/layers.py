@@ -29,10 +29,13 @@ class QuantisedModule(nn.Module):
     Attributes:
         codec: how the weight is stored.
         compute_dtype: dtype that the weight is decoded to, which inputs must have; follows ``.to(dtype)`` and its like.
+        full_precision: whether the producer of the codes marks the layer for products in full precision. Without a
+            bearing here; it is saved with the model, so that a plan for the saved folder knows it.
     """
 
     codec: Codec
     compute_dtype: torch.dtype
+    full_precision: bool = False
     weight: Tensor
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:

@@ -256,7 +256,8 @@ def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.
     compute_dtype = getattr(torch, plan.compute_dtype)
     for module in plan.modules:
         if module.codec is not None:
-            quantise_module_(model.get_submodule(module.path), codec_named(module.codec), compute_dtype)
+            layer = quantise_module_(model.get_submodule(module.path), codec_named(module.codec), compute_dtype)
+            layer.full_precision = module.full_precision
     for target in plan.targets:
         if target.codec is not None:
             quantised: Any = model.get_submodule(target.name.removesuffix(f".{WEIGHT}"))
@@ -275,9 +276,9 @@ def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.
             _tie(model, target.name, target.tied_to or "")
     for module in plan.modules:
         if module.products is not None:
-            layer: Any = model.get_submodule(module.path)
+            multiplying: Any = model.get_submodule(module.path)
             scale = tensors.get(f"{module.path}.{INPUT_SCALE}")
-            enable_compute_(layer, input_scale=scale, per_tensor=module.activation_scale == "tensor")
+            enable_compute_(multiplying, input_scale=scale, per_tensor=module.activation_scale == "tensor")
     refuse_meta_tensors(model)
     return mark_quantised_(model) if any(module.codec is not None for module in plan.modules) else model
 

@@ -33,12 +33,14 @@ class WeightChoice:
         keep: whether the file's own codes and scales are taken as they are.
         reason: why.
         products: how the layer multiplies.
+        full_precision: whether the producer of its codes marks it for products in full precision.
     """
 
     codec: str | None
     keep: bool
     reason: str
     products: Products = IN_COMPUTE_DTYPE
+    full_precision: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +147,13 @@ class ModuleChooser:
     def _with_products(
         self, module: nn.Module, codec: Codec, rows: Sequence[CodedRows], *, keep: bool, reason: str
     ) -> WeightChoice:
-        if self.fp8 != "compute":
-            return WeightChoice(codec.name, keep, reason)
         bundles = [each.bundle for each in rows]
+        marked = any(bundle.full_precision for bundle in bundles)
+        if self.fp8 != "compute":
+            return WeightChoice(codec.name, keep, reason, full_precision=marked)
         follow = self.settings.hints == "follow"
         products = choose_products(module, codec, bundles, self.match.header, follow_hints=follow)
-        return WeightChoice(codec.name, keep, "; ".join(filter(None, (reason, products.reason))), products)
+        return WeightChoice(codec.name, keep, "; ".join(filter(None, (reason, products.reason))), products, marked)
 
     def _lines(self, path: str, module: nn.Module, choice: WeightChoice | None) -> Iterator[Module]:
         """The module's line of the plan. Tensors that hang on a container, beside modules, get their own."""
@@ -164,6 +167,7 @@ class ModuleChooser:
                 codec=choice.codec,
                 products="fp8" if choice.products.in_fp8 else None,
                 activation_scale=self._activation_scale(choice.products),
+                full_precision=choice.full_precision,
                 reason=choice.reason,
             )
         elif path and names and next(module.children(), None) is None:

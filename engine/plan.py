@@ -115,6 +115,7 @@ class Module(_Frozen):
         products: ``fp8`` where it multiplies in float8; None where it multiplies in the compute dtype.
         activation_scale: of such products: ``row`` (each row of an input its own), ``tensor`` (one for an input) or
             ``static`` (the checkpoint's).
+        full_precision: whether its producer marks a quantised layer for products in full precision.
         reason: why, where a rule decided it.
     """
 
@@ -124,6 +125,7 @@ class Module(_Frozen):
     codec: str | None = None
     products: Literal["fp8"] | None = None
     activation_scale: Literal["row", "tensor", "static"] | None = None
+    full_precision: bool = False
     reason: str = ""
 
 

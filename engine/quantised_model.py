@@ -9,6 +9,7 @@ answers alone.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,7 @@ from torch import nn
 from slipcast.engine.compute_dtype import compute_dtype
 from slipcast.engine.layers import QuantisedModule
 from slipcast.registry.errors import QuantisationError, UnsupportedFormatError
+from slipcast.registry.saved_layers import FULL_PRECISION
 
 QUANT_METHOD = "slipcast"
 CONFIG_VERSION = 1
@@ -45,16 +47,34 @@ def quantization_config(model: nn.Module) -> dict[str, Any] | None:
     """What a saved model says of its quantised layers; None of a model that has none.
 
     ``modules`` maps the dotted path of each quantised layer to the name of its codec (see ``codec_named``); its weight
-    lies in the state dict as ``path.weight`` and ``path.weight_scale``.
+    lies in the state dict as ``path.weight`` and ``path.weight_scale``. ``full_precision_matrix_mult`` lists the layers
+    that the producer of the file marked for products in full precision.
     """
     layers = {path: module for path, module in model.named_modules() if isinstance(module, QuantisedModule)}
     if not layers:
         return None
+    return description(
+        str(compute_dtype(model)).removeprefix("torch."),
+        {path: module.codec.name for path, module in layers.items()},
+        [path for path, module in layers.items() if module.full_precision],
+    )
+
+
+def description(compute_dtype: str, codecs: Mapping[str, str], full_precision: Iterable[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a folder.
+
+    Args:
+        compute_dtype: torch's name of the dtype to compute in.
+        codecs: dotted path of each quantised layer -> the name of its codec.
+        full_precision: paths of those that are marked for products in full precision.
+    """
+    precise = sorted(full_precision)
     return {
         "quant_method": QUANT_METHOD,
         "version": CONFIG_VERSION,
-        "compute_dtype": str(compute_dtype(model)).removeprefix("torch."),
-        "modules": {path: module.codec.name for path, module in layers.items()},
+        "compute_dtype": compute_dtype,
+        "modules": dict(codecs),
+        **({FULL_PRECISION: precise} if precise else {}),
     }
 
 
@@ -81,9 +101,9 @@ class _SavingReporting(_Reporting):
         """The config as JSON, with the quantised layers."""
         plain: Any = super()
         config = json.loads(plain.to_json_string())
-        description = quantization_config(self)
-        if description is not None:
-            config["quantization_config"] = description
+        described = quantization_config(self)
+        if described is not None:
+            config["quantization_config"] = described
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
     def save_pretrained(self, *arguments: Any, **options: Any) -> Any:

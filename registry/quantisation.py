@@ -19,7 +19,7 @@ from slipcast.registry.errors import SlipcastError
 from slipcast.registry.guesses import without_guesses
 from slipcast.registry.header import Header, Shape, TensorInfo
 from slipcast.registry.layer_format import FLOAT8, Granularity, LayerFormat, layer_format, unpacked
-from slipcast.registry.saved_blocks import as_blocks, saved_block_types
+from slipcast.registry.saved_layers import as_blocks, saved_block_types, saved_full_precision
 from slipcast.registry.side_tensors import (
     AMBIGUOUS_LEAVES,
     FILE_MARKER,
@@ -108,7 +108,7 @@ def assemble(header: Header) -> Bundles:
     sides, weights, markers, ignored = _sort(header)
     described, problems = _descriptions(header, sides)
     unreadable = bool(problems)
-    blocks = saved_block_types(header.config)
+    blocks, precise = saved_block_types(header.config), saved_full_precision(header.config)
     found: dict[str, Bundle] = {}
     said: dict[str, Mapping[str, Any]] = {}
     for name, weight in weights.items():
@@ -119,7 +119,8 @@ def assemble(header: Header) -> Bundles:
             said[name] = says
         weight = as_blocks(unpacked(weight, own, says), blocks.get(layer))
         format_ = layer_format(weight, own, says, header.metadata)
-        found[name] = _bundle(name, weight, own, format_, _marked_full_precision(name, markers))
+        marked_precise = layer in precise or (format_.name == "fp8_scaled" and _marked_full_precision(name, markers))
+        found[name] = _bundle(name, weight, own, format_, marked_precise)
         problems += [f"{name}: {problem}" for problem in format_.problems]
     found, layout_problems = _one_nvfp4_layout(found)
     problems += layout_problems
@@ -228,7 +229,7 @@ def _bundle(
         shape=format_.shape,
         sides=MappingProxyType(sides),
         granularity=format_.granularity,
-        full_precision=format_.full_precision or (full_precision and format_.name == "fp8_scaled"),
+        full_precision=format_.full_precision or (full_precision and format_.name != "plain"),
         options=MappingProxyType(format_.options),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,35 @@ def test_without_its_config_blocks_are_bytes_that_mean_nothing(tmp_path: Path) -
     with pytest.raises(UnsupportedFormatError) as caught:
         slipcast.plan(tmp_path / "folder" / "diffusion_pytorch_model.safetensors", device="cpu")
     assert any("codes of U8 without a scale" in item for item in caught.value.items)
+
+
+@pytest.mark.parametrize("name", ["metadata", "legacy, marked in float32", "markers without scales"])
+def test_layers_marked_for_products_in_full_precision_stay_marked(tmp_path: Path, name: str) -> None:
+    """Saved, converted, or saved by one who overrode the marks: the folder plans the products of the first file."""
+    case = CASES[name]
+    file = draw_file(case, "uneven")
+    for layer in ("layers.0.attention.qkv", "final_layer.linear"):
+        file.markers[layer]["full_precision_matrix_mult"] = True
+    path = file.write(tmp_path / "m.safetensors", marked=case.marked, extra=case.extra)
+    planned = _planned_products(path)
+    marked = {layer for layer, (_, precise, _) in planned.items() if precise}
+    assert {"layers.0.attention.to_q", "all_final_layer.2-1.linear"} <= marked
+    assert all("full precision" in planned[layer][2] for layer in marked if "not a multiple" not in planned[layer][2])
+    for index, settings in enumerate(({}, {"fp8": "compute"}, {"fp8": {"mode": "compute", "hints": "ignore"}})):
+        folder = tmp_path / f"saved{index}"
+        loaded = slipcast.load(path, device="cpu", dtype="float32", **settings)
+        copy.deepcopy(loaded.model).save_pretrained(folder)
+        assert _planned_products(folder) == planned
+    converted(folder, tmp_path / "back.safetensors", "native")
+    assert _planned_products(tmp_path / "back.safetensors") == planned
+    converted(path, tmp_path / "converted", "diffusers")
+    assert _planned_products(tmp_path / "converted") == planned
+
+
+def _planned_products(path: Path) -> dict[str, tuple[str | None, bool, str]]:
+    plan = slipcast.plan(path, device="cpu", fp8="compute")
+    return {
+        module.path: (module.products, module.full_precision, module.reason)
+        for module in plan.modules
+        if module.codec is not None
+    }

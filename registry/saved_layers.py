@@ -1,4 +1,7 @@
-"""Blocks of GGUF in a folder that slipcast saved: bytes, of which the config.json beside them says the type."""
+"""What the config.json of a folder that slipcast saved says of layers, and their tensors do not show.
+
+The type of GGUF's blocks, which are bytes there, and which layers a producer marks for products in full precision.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,29 @@ from slipcast.registry.header import TensorInfo
 _METHOD = "slipcast"
 _PREFIX = "gguf/"
 
+FULL_PRECISION = "full_precision_matrix_mult"
+"""The word of ComfyUI's per-layer metadata; here the list of the layers that it is true of."""
+
 
 def saved_block_types(config: Mapping[str, Any] | None) -> dict[str, str]:
     """The type of each layer that a config.json says is in blocks, by the layer's name in the model."""
-    described = (config or {}).get("quantization_config")
-    modules = described.get("modules") if isinstance(described, Mapping) else None
-    if (
-        not isinstance(modules, Mapping)
-        or not isinstance(described, Mapping)
-        or described.get("quant_method") != _METHOD
-    ):
+    modules = _described(config).get("modules")
+    if not isinstance(modules, Mapping):
         return {}
     names = {str(layer): str(codec) for layer, codec in modules.items()}
     return {layer: codec.removeprefix(_PREFIX) for layer, codec in names.items() if codec.startswith(_PREFIX)}
+
+
+def saved_full_precision(config: Mapping[str, Any] | None) -> frozenset[str]:
+    """The layers, by their names in the model, that a config.json marks for products in full precision."""
+    layers = _described(config).get(FULL_PRECISION)
+    return frozenset(layer for layer in layers if isinstance(layer, str)) if isinstance(layers, list) else frozenset()
+
+
+def _described(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What slipcast wrote of the layers, unchecked; empty where another library wrote it."""
+    described = (config or {}).get("quantization_config")
+    return described if isinstance(described, Mapping) and described.get("quant_method") == _METHOD else {}
 
 
 def as_blocks(weight: TensorInfo, kind: str | None) -> TensorInfo:
