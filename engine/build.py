@@ -39,6 +39,18 @@ def model_class(name: str) -> type[nn.Module]:
     )
 
 
+def pipeline_parameters(name: str) -> frozenset[str] | None:
+    """The arguments that calling a pipeline of diffusers takes; None where there is none of the name."""
+    if not name.isidentifier() or name.startswith("_"):
+        return None
+    diffusers = importlib.import_module("diffusers")
+    kinds = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
+    found = getattr(diffusers, name, None)
+    if not isinstance(found, type) or not issubclass(found, kinds):
+        return None
+    return frozenset(inspect.signature(found.__call__).parameters)
+
+
 def build_on_meta(name: str, config: Mapping[str, Any]) -> nn.Module:
     """Build a model entirely on the meta device, in eval mode: names, shapes and dtypes, no memory.
 

@@ -7,7 +7,7 @@ from io import FileIO
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -103,7 +103,7 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """A contiguous view as a tensor whose storage is no larger: copying or saving a tensor takes all of it along."""
     first = view.storage_offset() * view.element_size()
     storage = view.untyped_storage()[first : first + view.nbytes]
-    raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (view.nbytes,), (1,))  # type: ignore[arg-type]
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (view.nbytes,), (1,))
     return raw.view(view.dtype).view(view.shape)
 
 
@@ -132,7 +132,7 @@ class MappedReader:
         if index not in self._files:
             path = self._header.files[index]
             size = _checked_size(self._header, index)
-            storage = torch.UntypedStorage.from_file(str(path), False, size)
+            storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
             self._files[index] = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
         return self._files[index]
 

@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema
 from typing_extensions import TypeAliasType
 
 from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.runtime import Runtime, Sampling, VariantSampling
 from slipcast.registry.tiny import Tiny
 from slipcast.registry.validation import did_you_mean, mistake, nearest, shown
 
@@ -91,6 +92,9 @@ class Variant(Evidence):
 
     default: bool = False
     """Whether this variant is assumed where nothing shows or suggests one. Reported as a guess."""
+
+    sampling: VariantSampling = Field(default_factory=VariantSampling)
+    """What it samples with, where it differs from the family."""
 
     @model_validator(mode="after")
     def _can_be_chosen(self) -> Variant:
@@ -196,26 +200,6 @@ class Precision(_Section):
         return keep
 
 
-class Blocks(_Section):
-    """The repeated blocks of a model."""
-
-    blocks: Several[Text] = Field(min_length=1)
-    """Under `compile`: the blocks' classes. Under `offload`: the module lists that hold them, in the model's names."""
-
-
-class Runtime(_Section):
-    """How the model is best run."""
-
-    compile: Blocks | None = None
-    """The classes of blocks that are compiled one by one, since they repeat."""
-
-    offload: Blocks | None = None
-    """The lists of blocks that are moved to the device one by one where memory is short."""
-
-    activation_bytes_per_token: float | None = Field(default=None, ge=0)
-    """Measured peak of activations in bytes for each token of the sequence; left out where nobody measured it."""
-
-
 class Expect(_Section):
     """What a recorded header must be recognised as."""
 
@@ -294,6 +278,9 @@ class Family(_Section):
 
     runtime: Runtime = Field(default_factory=Runtime)
     """How the model is best run."""
+
+    sampling: Sampling | None = None
+    """What pictures are sampled with; of a denoiser."""
 
     companions: Named[IdOrClass] = Field(default_factory=FrozenMapping)
     """What a pipeline needs beside this model, by role: a family's id or a class."""

@@ -32,6 +32,22 @@ def test_a_minimal_file_has_the_defaults_of_the_language(tmp_path: Path) -> None
     assert [link.files for link in family.key_map.links(["a.weight"])] == [("a.weight",)]
 
 
+def test_how_a_family_is_run_and_sampled(tmp_path: Path) -> None:
+    path = write_family(tmp_path)
+    path.write_text(
+        path.read_text()
+        + "runtime: {compile: {unsupported: it has no blocks}}\n"
+        + "sampling: {pipeline: SomePipeline, steps: 50, guidance: 5, guidance_argument: guidance_scale}\n"
+        + "variants: {fast: {default: true, sampling: {steps: 4}}}\n"
+    )
+    family = load_family_file(path)
+    assert family.runtime.compile is not None
+    assert family.sampling is not None
+    assert (family.runtime.compile.blocks, family.runtime.compile.unsupported) == ((), "it has no blocks")
+    assert (family.sampling.pipeline, family.sampling.steps, family.sampling.guidance) == ("SomePipeline", 50, 5.0)
+    assert (family.sampling.latent_channels, family.variants["fast"].sampling.steps) == (None, 4)
+
+
 def test_what_fp8_can_not_do_has_its_reason(tmp_path: Path) -> None:
     path = write_family(tmp_path)
     text = path.read_text().replace("storage: supported", "storage: {unsupported: it turns to noise}")
@@ -53,6 +69,28 @@ MISTAKES = [
         "runtime.offload.block",
         "unknown field 'block' in runtime.offload",
         "'blocks'",
+    ),
+    (
+        "runtime:\n  compile: {}\n",
+        2,
+        "runtime.compile",
+        "neither blocks nor a reason",
+        "name the blocks' classes, or say why they can't be",
+    ),
+    (
+        "runtime:\n  compile: {blocks: [A], unsupported: it breaks}\n",
+        2,
+        "runtime.compile",
+        "blocks and a reason against compiling them",
+        "name the blocks' classes",
+    ),
+    ("sampling: {steps: 0}\n", 1, "sampling.steps", "sampling.steps is 0", "correct it"),
+    (
+        "variants: {a: {default: true, sampling: {size_multiple: 8}}}\n",
+        1,
+        "variants.a.sampling.size_multiple",
+        "unknown field 'size_multiple'",
+        "remove it",
     ),
     ("runtime:\n  zzz: 1\n", 2, "runtime.zzz", "unknown field 'zzz' in runtime", "remove it"),
     ("drop:\n", 1, "drop", "drop is empty", "correct it"),

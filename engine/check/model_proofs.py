@@ -8,12 +8,13 @@ from typing import Any
 from torch import nn
 
 from slipcast.engine.accounting import account, model_links
-from slipcast.engine.build import unknown_arguments
+from slipcast.engine.build import pipeline_parameters, unknown_arguments
 from slipcast.engine.check.header_proofs import why_no_cases
 from slipcast.engine.check.proof import Outcome, proved, skipped
 from slipcast.engine.check.subject import Built, Case, Subject, build
 from slipcast.registry.errors import CheckError, DocumentError, IdentificationError, KeyMapError, SlipcastError
 from slipcast.registry.expression import evaluate_config
+from slipcast.registry.family import Family
 from slipcast.registry.identify import Match
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.keymap.link import Link
@@ -21,6 +22,7 @@ from slipcast.registry.keymap.lint import lint
 from slipcast.registry.keymap.matching import RuleTree
 from slipcast.registry.keymap.operations import accepts, joined_shape, native_shape
 from slipcast.registry.keymap.place import ArithmeticHole, LastHole, Place, parse_place
+from slipcast.registry.runtime import VariantSampling
 from slipcast.registry.strict_yaml import Where
 
 NOTHING_BUILT = "no model could be built"
@@ -227,16 +229,36 @@ def prove_patterns(subject: Subject) -> Outcome:
         wanted.append((("runtime", "compile", "blocks", n), text, text in classes))
     for n, text in enumerate(family.runtime.offload.blocks if family.runtime.offload else ()):
         wanted.append((("runtime", "offload", "blocks", n), text, _hits(text, lists, exactly=True)))
+    wanted += _sampling_names(family)
     dead = [(where, text) for where, text, hit in wanted if not hit]
     if dead:
         raise subject.refuted(
-            f"{dead[0][1]!r} hits nothing in {family.model}",
-            expected="patterns that hit a module; of compile its class, of offload a list of modules",
+            f"{dead[0][1]!r} hits nothing in {'diffusers' if 'sampling' in dead[0][0] else family.model}",
+            expected="patterns that hit a module; of compile its class, of offload a list of modules; of sampling a "
+            "pipeline of diffusers and an argument of its call",
             hint="correct or remove it",
             where=dead[0][0],
             items=[f"{subject.at(where)}: {text}" for where, text in dead[1:]],
         )
     return proved(f"{len(wanted)} patterns, each of them hits something")
+
+
+def _sampling_names(family: Family) -> list[tuple[Where, str, bool]]:
+    """The pipelines and arguments that sampling: names, and whether the installed diffusers has them."""
+    if family.sampling is None:
+        return []
+    wanted: list[tuple[Where, str, bool]] = []
+    places: list[tuple[Where, VariantSampling]] = [(("sampling",), family.sampling)]
+    places += [(("variants", name, "sampling"), variant.sampling) for name, variant in family.variants.items()]
+    for where, sampling in places:
+        pipeline = sampling.pipeline or family.sampling.pipeline
+        parameters = pipeline_parameters(pipeline) if pipeline is not None else None
+        if sampling.pipeline is not None:
+            wanted.append(((*where, "pipeline"), sampling.pipeline, parameters is not None))
+        if sampling.guidance_argument is not None:
+            argument = sampling.guidance_argument
+            wanted.append(((*where, "guidance_argument"), argument, argument in (parameters or ())))
+    return wanted
 
 
 def _hits(text: str, paths: Collection[str], *, exactly: bool = False) -> bool:

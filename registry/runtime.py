@@ -1,0 +1,91 @@
+"""How a model is best run, and how pictures are sampled with it: what an application need not know by heart."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from slipcast.registry.validation import mistake
+
+_Text = Annotated[str, StringConstraints(min_length=1)]
+_Argument = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+_Pipeline = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Offload(_Section):
+    """The repeated blocks of a model, as lists."""
+
+    blocks: Annotated[tuple[_Text, ...], Field(strict=False, min_length=1)]
+    """The module lists that hold the blocks, in the model's names."""
+
+
+class Compile(_Section):
+    """The repeated blocks of a model, as classes: `{blocks: [...]}`, or `{unsupported: why}`."""
+
+    blocks: Annotated[tuple[_Text, ...], Field(strict=False)] = ()
+    """The blocks' classes."""
+
+    unsupported: str = ""
+    """Why blocks can't be compiled; empty where they can."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Compile:
+        if bool(self.blocks) == bool(self.unsupported):
+            found = "blocks and a reason against compiling them" if self.blocks else "neither blocks nor a reason"
+            raise mistake(
+                found, "{blocks: [...]} or {unsupported: why}", "name the blocks' classes, or say why they can't be"
+            )
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> Any:
+        found = handler.resolve_ref_schema(handler(schema))
+        found["oneOf"] = [{"required": ["blocks"]}, {"required": ["unsupported"]}]
+        return found
+
+
+class Runtime(_Section):
+    """How the model is best run."""
+
+    compile: Compile | None = None
+    """The classes of blocks that are compiled one by one, since they repeat; or why they can't be."""
+
+    offload: Offload | None = None
+    """The lists of blocks that are moved to the device one by one where memory is short."""
+
+    activation_bytes_per_token: float | None = Field(default=None, ge=0)
+    """Measured peak of activations in bytes for each token of the sequence; left out where nobody measured it."""
+
+
+class VariantSampling(_Section):
+    """What one variant samples with, where it differs from its family."""
+
+    pipeline: _Pipeline | None = None
+    """The diffusers pipeline."""
+
+    steps: int | None = Field(default=None, ge=1)
+    """Number of denoising steps."""
+
+    guidance: float | None = Field(default=None, ge=0, strict=False)
+    """Strength of guidance."""
+
+    guidance_argument: _Argument | None = None
+    """The argument of the pipeline that takes the strength."""
+
+
+class Sampling(VariantSampling):
+    """What pictures are sampled with."""
+
+    latent_channels: int | None = Field(default=None, ge=1)
+    """Channels of the latents that the VAE decodes, before any packing into patches."""
+
+    latent_scale: int | None = Field(default=None, ge=1)
+    """Pixels for each latent, along width and height."""
+
+    size_multiple: int | None = Field(default=None, ge=1)
+    """Pixels of which width and height are multiples."""
