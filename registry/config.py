@@ -14,6 +14,8 @@ from slipcast.registry.header import Header, Shape
 from slipcast.registry.strict_yaml import dotted
 
 _READS_HEADER = re.compile(r"\b(size|count|has)\(")
+_HEAD = re.compile(r"(Encoder)?Model$|For[A-Z][A-Za-z]*$")
+"""The end of a transformers class's name that says what it puts on top of a model."""
 
 
 def infer_config(family: Family, shapes: Mapping[str, Shape], header: Header) -> Mapping[str, Any]:
@@ -67,8 +69,9 @@ def _same_class(family: Family, header: Header) -> None:
     assert header.config is not None
     named = header.config.get("_class_name")
     names = [named] if named is not None else list(header.config.get("architectures") or [])
-    expected = family.model.rpartition(".")[2]
-    if names and expected not in names:
+    library, _, expected = family.model.partition(".")
+    alike = [_HEAD.sub("", name) for name in names] if library == "transformers" else []
+    if names and expected not in names and _HEAD.sub("", expected) not in alike:
         raise ConfigError(
             f"config.json is of the class {names[0]}",
             expected=f"{expected}, the class of the family {family.id}, whose tensors these are",

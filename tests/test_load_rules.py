@@ -360,6 +360,8 @@ def test_a_saved_config_may_lie_beside_the_weights(tmp_path: Path, t5: tuple[Ten
     config = T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2).to_dict()
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["T5EncoderModel"]}))
     assert slipcast.load(folder, **settings).report.differences == ()
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["T5ForConditionalGeneration"]}))
+    assert slipcast.plan(folder, **settings).origin.model == "transformers.T5EncoderModel"  # the same but for its head
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["UMT5EncoderModel"]}))
     with pytest.raises(ConfigError, match=r"config\.json is of the class UMT5EncoderModel"):
         slipcast.plan(folder, **settings)
