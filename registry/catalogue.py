@@ -82,6 +82,15 @@ def _checked(families: Mapping[str, Family], known: Mapping[str, FamilyFile]) ->
                     "the id of a family",
                     did_you_mean(contained, families, "add its file"),
                 )
+        for role, companion in family.companions.items():
+            id_, _, variant = companion.partition("/")
+            if variant and id_ in families and variant not in families[id_].variants:
+                raise known[family.id].error(
+                    ("companions", role),
+                    f"{id_} has no variant {variant!r}",
+                    f"one of {', '.join(families[id_].variants) or 'none'}",
+                    did_you_mean(variant, families[id_].variants, "correct it, or leave it out"),
+                )
     catalogue: Catalogue = FrozenMapping({id_: families[id_] for id_ in sorted(families)})
     return catalogue
 

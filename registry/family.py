@@ -54,7 +54,7 @@ _CLASS = r"(diffusers|transformers)\.[A-Z][A-Za-z0-9_]*"
 Text = Annotated[str, StringConstraints(min_length=1)]
 Id = Annotated[str, StringConstraints(pattern=f"^{_ID}$")]
 ClassName = Annotated[str, StringConstraints(pattern=f"^{_CLASS}$")]
-IdOrClass = Annotated[str, StringConstraints(pattern=f"^({_ID}|{_CLASS})$")]
+Companion = Annotated[str, StringConstraints(pattern=f"^({_ID}(/{_ID})?|{_CLASS})$")]
 FileStem = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Word = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 KeyEntry = TypeAliasType("KeyEntry", Text | int | Mapping[str, "KeyEntry"])  # type: ignore[misc]
@@ -282,8 +282,9 @@ class Family(_Section):
     sampling: Sampling | None = None
     """What pictures are sampled with; of a denoiser."""
 
-    companions: Named[IdOrClass] = Field(default_factory=FrozenMapping)
-    """What a pipeline needs beside this model, by role: a family's id or a class."""
+    companions: Named[Companion] = Field(default_factory=FrozenMapping)
+    """What a pipeline needs beside this model, by role: a family's id, after a slash the variant where only one will do
+    (`qwen3/4b`), or a class."""
 
     examples: Several[Example] = ()
     """Recorded headers that this family must claim, and no other."""

@@ -130,6 +130,15 @@ def test_a_family_that_is_not_there_can_not_be_named(tmp_path: Path, more: str, 
     assert caught.value.hint == "did you mean 'z-image'?"
 
 
+def test_a_companion_s_variant_is_one_that_it_has(tmp_path: Path) -> None:
+    path = write_family(tmp_path, more="companions: {text_encoder: z-image/turbo, vae: of-another-catalogue/any}\n")
+    assert load_catalogue([tmp_path])["some-family"].companions["text_encoder"] == "z-image/turbo"
+    path.write_text(path.read_text().replace("z-image/turbo", "z-image/turbos"))
+    with pytest.raises(FamilyFileError, match="z-image has no variant 'turbos'") as caught:
+        load_catalogue([tmp_path])
+    assert (caught.value.field, caught.value.hint) == ("companions.text_encoder", "did you mean 'turbo'?")
+
+
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FamilyFileError, match="the folder can't be read") as caught:
         load_catalogue([tmp_path / "none"])
