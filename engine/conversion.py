@@ -274,7 +274,7 @@ def codecs_of(match: Match, accounts: Accounts) -> dict[str, Codec]:
     codecs = {name: codec for name, codec in found.items() if codec is not None}
     for name, pieces in accounts.pieces.items():
         codec = saved.get(name.removesuffix(WEIGHT_SUFFIX))
-        if codec is not None and pieces[0].source in codecs:
+        if codec is not None:
             bundle = match.everything.weights[pieces[0].source]
             codecs[pieces[0].source] = saved_codec(match.header, name, bundle, codec)
     return codecs

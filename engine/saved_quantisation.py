@@ -5,16 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.codecs.nvfp4 import NVFP4
 from slipcast.engine.quantised_model import CONFIG_VERSION, QUANT_METHOD
-from slipcast.registry.errors import ConfigError, UnsupportedFormatError
+from slipcast.registry.errors import ConfigError, SlipcastError, UnsupportedFormatError
 from slipcast.registry.header import Header
+from slipcast.registry.saved_layers import FULL_PRECISION
 
-_COMPUTE_DTYPES = frozenset({"bfloat16", "float16", "float32"})
+_FIELD = "quantization_config"
+
+
+def _known_codec(name: str) -> str:
+    try:
+        codec_named(name)
+    except SlipcastError:
+        raise ValueError(f"the codec name {name[:40]!r} is unknown") from None
+    return name
+
+
+class _Description(BaseModel):
+    """What ``description`` of the engine writes, and nothing else."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    quant_method: Literal["slipcast"]
+    version: int
+    compute_dtype: Literal["bfloat16", "float16", "float32"]
+    modules: dict[str, Annotated[str, AfterValidator(_known_codec)]]
+    full_precision_matrix_mult: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +63,25 @@ def saved_quantisation(header: Header) -> SavedQuantisation:
 
     Raises:
         UnsupportedFormatError: the model was quantised by another library, or by a newer version.
-        ConfigError: the description can't be read.
+        ConfigError: the description is not one that slipcast writes, or names layers that are not there.
     """
-    described = (header.config or {}).get("quantization_config")
+    described = (header.config or {}).get(_FIELD)
     if described is None:
         return SavedQuantisation()
     if not isinstance(described, Mapping):
-        raise _unreadable(header, type(described).__name__)
+        raise _unreadable(header, [f"{_FIELD}: it is a {type(described).__name__}, not an object"])
     method = described.get("quant_method")
     if method != QUANT_METHOD:
         raise UnsupportedFormatError(
-            f"a model that was quantised with the method {method!r}, as its config.json says",
+            f"a model that was quantised with the method {str(method)[:80]!r}, as its config.json says",
             expected=f"a plain model, or one that slipcast saved ({QUANT_METHOD})",
-            hint=f"load it with diffusers and the library behind {method}",
+            hint=f"load it with diffusers and the library behind {str(method)[:80]}",
             path=header.path,
         )
-    if described.get("version") != CONFIG_VERSION:
+    version = described.get("version")
+    if type(version) is int and version > CONFIG_VERSION:
         raise UnsupportedFormatError(
-            f"a model saved in version {described.get('version')!r} of the description of quantised layers",
+            f"a model saved in version {version} of the description of quantised layers",
             expected=f"version {CONFIG_VERSION}",
             hint="a newer slipcast wrote it: upgrade",
             path=header.path,
@@ -66,17 +90,40 @@ def saved_quantisation(header: Header) -> SavedQuantisation:
 
 
 def _read(header: Header, described: Mapping[str, Any]) -> SavedQuantisation:
-    modules, dtype = described.get("modules"), described.get("compute_dtype")
-    if not isinstance(modules, Mapping) or dtype not in _COMPUTE_DTYPES:
-        raise _unreadable(header, f"modules {type(modules).__name__}, compute_dtype {dtype!r}")
-    codecs = {str(path): codec_named(str(name)) for path, name in modules.items()}
-    return SavedQuantisation(MappingProxyType(codecs), dtype)
+    try:
+        description = _Description.model_validate(dict(described))
+    except ValidationError as error:
+        raise _unreadable(header, [_problem(each) for each in error.errors()]) from error
+    problems = [f"{_FIELD}.version: {description.version}, which never was"] * (description.version != CONFIG_VERSION)
+    problems += [
+        f"{_FIELD}.modules.{path}: the files have no {path}.weight"
+        for path in description.modules
+        if f"{path}.weight" not in header.tensors
+    ]
+    problems += [
+        f"{_FIELD}.{FULL_PRECISION}: {path} is none of the modules"
+        for path in description.full_precision_matrix_mult
+        if path not in description.modules
+    ]
+    if problems:
+        raise _unreadable(header, problems)
+    codecs = {path: codec_named(name) for path, name in description.modules.items()}
+    return SavedQuantisation(MappingProxyType(codecs), description.compute_dtype)
 
 
-def _unreadable(header: Header, what: str) -> ConfigError:
+def _problem(error: Any) -> str:
+    """One of pydantic's errors as a line that begins with the field."""
+    where = ".".join((_FIELD, *map(str, error["loc"])))
+    return f"{where}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def _unreadable(header: Header, problems: list[str]) -> ConfigError:
     return ConfigError(
-        f"a quantization_config that can't be read: {what}",
-        expected="modules (path: codec) and compute_dtype, as save_pretrained of a loaded model writes them",
-        hint="save the model again",
+        f"a {_FIELD} that can't be read: {problems[0]}",
+        expected="what save_pretrained of a loaded model writes: quant_method, version, compute_dtype, modules (path: "
+        f"codec) and {FULL_PRECISION} (paths)",
+        hint="save the model again, or put the config.json that was saved with these weights beside them; if a newer "
+        "slipcast wrote it, upgrade",
         path=header.path,
+        items=problems,
     )

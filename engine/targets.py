@@ -129,7 +129,7 @@ class TargetMaker:
     def _with_codec(self, name: str, piece: Piece, saved: Codec | None) -> Piece:
         bundle = self.match.everything.weights[piece.source]
         codec = self.codecs.get(piece.source)
-        if codec is not None and saved is not None:
+        if saved is not None:
             codec = saved_codec(self.match.header, name, bundle, saved)
         named = None if codec is None else codec.name
         return piece.model_copy(update={"codec": named, "shape": self.accounts.shapes[piece.source]})

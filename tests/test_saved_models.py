@@ -15,6 +15,7 @@ from torch import nn
 
 import slipcast
 from slipcast.registry.errors import ConfigError, UnsupportedFormatError
+from support.conversions import converted
 from support.fp8_checkpoints import QUANTISED, Scaled, fp8_file
 from support.isolation import isolate
 from support.number_formats import bytes_of, relative_l2
@@ -241,15 +242,66 @@ def test_a_config_of_a_newer_version_or_beyond_reading(tmp_path: Path, tensors: 
         slipcast.plan(folder, device="cpu")
     assert "in version 99" in caught.value.found
     assert "upgrade" in caught.value.hint
-    for wrong in ({"version": 1, "modules": 3}, {"version": 1, "compute_dtype": "int4"}):
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"].update(wrong)
-        (folder / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ConfigError, match="a quantization_config that can't be read"):
-            slipcast.plan(folder, device="cpu")
-    unknown = _with_quantization(tmp_path, tensors, lambda said: said["modules"].update({"layers.0.x": "fp3"}))
-    with pytest.raises(UnsupportedFormatError, match="the codec name 'fp3'"):
-        slipcast.plan(unknown, device="cpu")
+
+
+LINE = "layers.0.attention.to_q"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ([], "quantization_config: it is a list"),
+        ("slipcast", "quantization_config: it is a str"),
+        ({"version": -1}, "version: -1, which never was"),
+        ({"version": True}, "version: Input should be a valid integer"),
+        ({"version": 1.0}, "version: Input should be a valid integer"),
+        ({"version": "1"}, "version: Input should be a valid integer"),
+        ({"version": None}, "version: Input should be a valid integer"),
+        ({"compute_dtype": "int4"}, "compute_dtype: Input should be 'bfloat16', 'float16' or 'float32'"),
+        ({"compute_dtype": ["bfloat16"]}, "compute_dtype: Input should be"),
+        ({"compute_dtype": None}, "compute_dtype: Input should be"),
+        ({"modules": 3}, "modules: Input should be a valid dictionary"),
+        ({"modules": [LINE]}, "modules: Input should be a valid dictionary"),
+        ({"modules": {LINE: 8}}, f"modules.{LINE}: Input should be a valid string"),
+        ({"modules": {LINE: "fp3"}}, f"modules.{LINE}: the codec name 'fp3' is unknown"),
+        ({"modules": {LINE: "float8_e4m3fn/block-16"}}, f"modules.{LINE}: the codec name"),
+        ({"modules": {LINE: "float8_e4m3fn/block0"}}, f"modules.{LINE}: the codec name"),
+        ({"modules": {LINE: "int8/row/convrot8"}}, f"modules.{LINE}: the codec name"),
+        ({"modules": {LINE: "gguf/Q9_9"}}, f"modules.{LINE}: the codec name"),
+        ({"modules": {"layers.0.x": "mxfp8"}}, "modules.layers.0.x: the files have no layers.0.x.weight"),
+        ({"full_precision_matrix_mult": True}, "full_precision_matrix_mult: Input should be a valid list"),
+        ({"full_precision_matrix_mult": [3]}, "full_precision_matrix_mult.0: Input should be a valid string"),
+        ({"full_precision_matrix_mult": ["x"]}, "full_precision_matrix_mult: x is none of the modules"),
+        ({"bits": 4}, "bits: Extra inputs are not permitted"),
+    ],
+)
+def test_nonsense_in_a_config_is_refused_by_field(tmp_path: Path, tensors: Tensors, wrong: Any, problem: str) -> None:
+    folder = _with_quantization(tmp_path, tensors, dict.copy)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {**config["quantization_config"], **wrong} if isinstance(wrong, dict) else wrong
+    (folder / "config.json").write_text(json.dumps(config))
+    for attempt in (
+        lambda: slipcast.plan(folder, device="cpu"),
+        lambda: converted(folder, tmp_path / "out.safetensors", "native"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        assert "a quantization_config that can't be read" in caught.value.found
+        assert problem in caught.value.found
+        assert "compute_dtype, modules (path: codec)" in caught.value.expected
+        assert "save the model again" in caught.value.hint
+    assert len(slipcast.inspect(folder).components) == 1
+
+
+def test_a_config_that_calls_a_plain_weight_quantised(tmp_path: Path, tensors: Tensors) -> None:
+    folder = _with_quantization(tmp_path, tensors, lambda said: said["modules"].update({"cap_embedder.1": "mxfp8"}))
+    for attempt in (
+        lambda: slipcast.plan(folder, device="cpu"),
+        lambda: converted(folder, tmp_path / "out.safetensors", "native"),
+    ):
+        with pytest.raises(ConfigError, match="is stored as mxfp8, which its tensors are not") as caught:
+            attempt()
+        assert "cap_embedder.1.weight" in caught.value.found
 
 
 def test_layers_that_the_config_forgot_are_kept_as_a_stranger_s(tmp_path: Path, tensors: Tensors) -> None:
