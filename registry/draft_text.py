@@ -55,7 +55,7 @@ def draft_text(facts: DraftFacts) -> str:
 
 
 def _head(facts: DraftFacts) -> Iterator[str]:
-    yield "# Drafted from one checkpoint. Everything marked TODO is for a human to decide; 'slipcast check FILE' helps."
+    yield "# Drafted from one checkpoint. 'slipcast check FILE' lists what is left to decide."
     yield "schema: 1"
     yield f"id: {_quoted(facts.id)}"
     yield _remark(f"title: {_quoted(facts.id)}", "TODO: the name as people write it")

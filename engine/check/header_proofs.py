@@ -17,12 +17,21 @@ from slipcast.registry.names import Names
 from slipcast.registry.quantisation import Bundle
 
 NO_RECORDS = "the recorded headers are not here; name their folder with --headers"
-NO_EXAMPLES = "the family file names no examples"
+NO_EXAMPLES = "the family file has no examples; they come once a header is recorded"
+NO_MODEL = "the family file has neither examples nor a section tiny, which needs no recorded header"
+NOTHING_BUILT = "no model could be built"
 
 
 def why_no_cases(subject: Subject) -> str:
     """Why a subject has no examples."""
     return NO_RECORDS if subject.records is None else NO_EXAMPLES
+
+
+def why_nothing_built(subject: Subject) -> str:
+    """Why there is no model of a subject's class, neither of an example nor a small one."""
+    if subject.cases or subject.tiny_problem is not None:
+        return NOTHING_BUILT
+    return NO_RECORDS if subject.records is None and subject.family.examples else NO_MODEL
 
 
 def prove_recognised(subject: Subject) -> Outcome:
@@ -101,10 +110,10 @@ def _claims(subject: Subject, weights: Mapping[str, Bundle]) -> bool:
 
 def prove_layout(subject: Subject) -> Outcome:
     """The evidence tells the file's own names from the model's."""
+    if not subject.built:
+        return skipped(why_nothing_built(subject))
     if not subject.family.key_map.rules:
         return proved("the file's names are the model's")
-    if not subject.built:
-        return skipped("no model could be built")
     has = subject.family.identify.has
     for built in subject.built:
         names = Names(built.shapes)

@@ -8,11 +8,18 @@ from typing import Any
 from torch import nn
 
 from slipcast.engine.accounting import account, model_links
-from slipcast.engine.build import pipeline_parameters, unknown_arguments
-from slipcast.engine.check.header_proofs import why_no_cases
+from slipcast.engine.build import model_class, pipeline_parameters, unknown_arguments
+from slipcast.engine.check.header_proofs import NOTHING_BUILT, why_no_cases, why_nothing_built
 from slipcast.engine.check.proof import Outcome, proved, skipped
 from slipcast.engine.check.subject import Built, Case, Subject, build
-from slipcast.registry.errors import CheckError, DocumentError, IdentificationError, KeyMapError, SlipcastError
+from slipcast.registry.errors import (
+    CheckError,
+    DocumentError,
+    FamilyFileError,
+    IdentificationError,
+    KeyMapError,
+    SlipcastError,
+)
 from slipcast.registry.expression import evaluate_config
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match
@@ -25,7 +32,6 @@ from slipcast.registry.keymap.place import ArithmeticHole, LastHole, Place, pars
 from slipcast.registry.runtime import VariantSampling
 from slipcast.registry.strict_yaml import Where
 
-NOTHING_BUILT = "no model could be built"
 _BOOKKEEPING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "model_type"})
 """Entries of a published configuration that say nothing of the model."""
 
@@ -45,14 +51,20 @@ def prove_lint(subject: Subject) -> Outcome:
 
 
 def prove_class(subject: Subject) -> Outcome:
-    """The class builds with the configuration inferred from each example."""
+    """The class is there, and builds with the configuration inferred from each example."""
+    try:
+        model_class(subject.family.model)
+    except FamilyFileError as problem:
+        raise subject.refuted(
+            problem.found, expected=problem.expected, hint=problem.hint, where=("model",)
+        ) from problem
     for case in subject.cases:
         if case.problem is not None and not isinstance(case.problem, IdentificationError) and case.header is not None:
             raise _unbuilt(subject, case.example.header, case.problem, ("config",))
     if subject.tiny_problem is not None:
         raise _unbuilt(subject, "the small model", subject.tiny_problem, ("tiny", "config"))
     if not subject.built:
-        return skipped(NOTHING_BUILT if subject.cases else why_no_cases(subject))
+        return skipped(why_nothing_built(subject))
     examples = sum(case.built is not None for case in subject.cases)
     small = " and the small model" if subject.tiny is not None else ""
     return proved(f"{examples} examples{small} build {subject.family.model}")
@@ -213,7 +225,7 @@ def _plain(value: Any) -> Any:
 def prove_patterns(subject: Subject) -> Outcome:
     """Every pattern of precision: and runtime: hits something of some model."""
     if not subject.built:
-        return skipped(NOTHING_BUILT if subject.cases else why_no_cases(subject))
+        return skipped(why_nothing_built(subject))
     family = subject.family
     modules = [item for built in subject.built for item in built.model.named_modules() if item[0]]
     owners = {path for path, module in modules if any(True for _ in module.parameters(recurse=False))}
@@ -271,7 +283,7 @@ def prove_rules(subject: Subject) -> Outcome:
     """Every rule of the key map acts on some model."""
     rules = subject.family.key_map.rules
     if not subject.built:
-        return skipped(NOTHING_BUILT if subject.cases else why_no_cases(subject))
+        return skipped(why_nothing_built(subject))
     tree = RuleTree(rules)
     used = {
         match.term[0]

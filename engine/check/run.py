@@ -21,6 +21,7 @@ from slipcast.engine.check.model_proofs import (
 from slipcast.engine.check.proof import CheckedFamily, Outcome, Proof
 from slipcast.engine.check.records import Records, recorded_headers
 from slipcast.engine.check.subject import Subject, file_of, subject_of
+from slipcast.engine.check.todo_proof import prove_filled_in
 from slipcast.engine.check.value_proofs import prove_converter, prove_forward, prove_values
 from slipcast.registry.catalogue import Catalogue, load_catalogue, load_family_file
 from slipcast.registry.errors import SettingsError, SlipcastError
@@ -30,6 +31,7 @@ from slipcast.registry.validation import did_you_mean
 
 PROOFS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
     {
+        "filled in": prove_filled_in,
         "key map": prove_lint,
         "class": prove_class,
         "bijection": prove_bijection,
