@@ -97,7 +97,7 @@ def test_a_draft_that_nobody_filled_in_fails_the_check(checkpoint: Path) -> None
     assert any("model: diffusers.TODO" in line for line in marked)
     assert f"{len(marked)} lines marked TODO" in proofs["filled in"]["detail"]
     assert "model: the model class 'diffusers.TODO'" in proofs["class"]["detail"]
-    assert "line 3: title: mine" in run("check", "mine.yaml").stdout
+    assert "line 4: title: mine" in run("check", "mine.yaml").stdout
 
 
 def test_a_file_without_examples_is_told_what_would_prove_it(checkpoint: Path) -> None:
