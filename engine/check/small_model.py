@@ -16,6 +16,7 @@ from torch import nn
 from slipcast.engine.build import build_with_buffers
 from slipcast.engine.check.subject import Built, identify_alone
 from slipcast.engine.convert import convert
+from slipcast.engine.model_tensors import model_tensors
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.errors import CheckError
 from slipcast.registry.family import Family
@@ -100,7 +101,9 @@ def _untied(built: Built) -> Iterator[tuple[str, tuple[int, ...]]]:
 def reference_model(family: Family, match: Match, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """The class with these values, put in by torch alone."""
     model = build_with_buffers(family.model, match.config)
-    model.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, strict=False, assign=True)
+    values = {name: tensor.clone() for name, tensor in tensors.items()}
+    tied = {name: values[first] for name, first in model_tensors(model).ties.items() if first in values}
+    model.load_state_dict({**values, **tied}, strict=False, assign=True)
     return model.eval()
 
 

@@ -153,7 +153,7 @@ LORA = {f"{QUERY}.lora_A.weight": ("BF16", (4, 64)), f"{QUERY}.lora_B.weight": (
     [
         (LORA, "it looks like an adapter"),
         (recorded("lora-flux1--kohya"), "it looks like an adapter"),
-        (recorded("te-qwen3-4b--comfy-bf16"), "names begin with model."),
+        ({f"model.{QUERY}.weight": ("BF16", (64, 64))}, "names begin with model."),
     ],
 )
 def test_what_is_no_model_of_a_known_family(folder, command, record, said):
