@@ -59,7 +59,7 @@ def read_gguf(path: Path, *, limit_mib: int = 100) -> Header:
     with open_regular(path) as (file, size):
         first = file.read(SNIFFED_BYTES)
         if not first.startswith(_MAGIC):
-            raise foreign_content(path, first, size) or _damaged(path, "the file does not begin with GGUF")
+            raise foreign_content(path, first, size, "GGUF") or _damaged(path, "the file does not begin with GGUF")
         file.seek(len(_MAGIC))
         cursor = _Cursor(file, path, min(size, limit_mib * _MIB), len(_MAGIC))
         version = cursor.number("<I")

@@ -97,7 +97,7 @@ def _bad_length(path: Path, length: int, size: int, limit_mib: int, plausible: b
 
 def _not_safetensors(path: Path, found: str) -> HeaderError:
     return HeaderError(
-        f"{found}: this is no safetensors file, or a damaged one",
+        f"not a safetensors file, or a damaged one: {found}",
         expected="8 bytes with the header's length, then a header that begins with '{'",
         hint="Download the file again, or name another file.",
         path=path,

@@ -88,7 +88,7 @@ def read_json_object(path: Path, *, limit_mib: int) -> dict[str, Any]:
                 path=path,
             )
         raw = file.read(limit_mib * _MIB + 1)
-    foreign = None if raw.lstrip().startswith(b"{") else foreign_content(path, raw[:SNIFFED_BYTES], size)
+    foreign = None if raw.lstrip().startswith(b"{") else foreign_content(path, raw[:SNIFFED_BYTES], size, "JSON")
     if foreign is not None:
         raise foreign
     value = parse_json_object(raw, path, what="the JSON file")

@@ -113,7 +113,7 @@ def edited(plan_file, **changes):
     ("text", "found"),
     [
         ("", "the file is empty"),
-        ("[]", "JSON text"),
+        ("[]", "a JSON list, no object"),
         ("{", "is no JSON"),
         ('{"a": 1, "a": 2}', "holds the name a twice"),
         ('{"version": 1}', "a plan with"),

@@ -30,6 +30,7 @@ def test_pickles_are_refused_by_name(tmp_path, suffix):
     error = refused(path, UnsupportedFileError)
     assert f"ends in {suffix.lower()}, which is a Python pickle" in error.found
     assert "weights_only=True" in error.hint
+    assert "a safetensors or GGUF file" in error.expected
 
 
 class Trap:
@@ -42,9 +43,9 @@ def test_pickles_are_refused_by_content(tmp_path, protocol):
     path = tmp_path / "model.safetensors"
     path.write_bytes(pickle.dumps({"weight": Trap()}, protocol=protocol))
     if protocol == 1:  # begins like text, so only the header's length gives it away
-        assert "no safetensors file" in refused(path, HeaderError).found
+        assert "not a safetensors file, or a damaged one" in refused(path, HeaderError).found
     else:
-        assert "the file is a Python pickle" in refused(path, UnsupportedFileError).found
+        assert "not a safetensors file: a Python pickle" in refused(path, UnsupportedFileError).found
 
 
 def test_zip_archives_are_refused_by_content(tmp_path):
@@ -52,8 +53,9 @@ def test_zip_archives_are_refused_by_content(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Trap()))
     error = refused(path, UnsupportedFileError)
-    assert "the file is a zip archive, as torch.save writes it" in error.found
+    assert "not a safetensors file: a zip archive, as torch.save writes it" in error.found
     assert "Convert it" in error.hint
+    assert error.hint.endswith(f" {tmp_path}/model.safetensors {tmp_path}/model-converted.safetensors")
 
 
 @pytest.mark.slow
@@ -64,9 +66,9 @@ def test_the_command_that_the_hint_gives_converts_a_pickle(tmp_path, nested):
     tensors = {"a": weight, "tied": weight, "transposed": weight.T, "step": 3}
     path = tmp_path / "it's $(a) model.ckpt"
     torch.save({"state_dict": tensors} if nested else tensors, path)
-    command = refused(path, UnsupportedFileError).hint.split("of the file: ")[1]
+    _, command = refused(path, UnsupportedFileError).hint.splitlines()
 
-    subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd="/", check=True)
 
     header = read_checkpoint(path.with_suffix(".safetensors")).headers[""]
     assert {name: tensor.shape for name, tensor in header.tensors.items()} == {
@@ -79,7 +81,7 @@ def test_the_command_that_the_hint_gives_converts_a_pickle(tmp_path, nested):
 def test_gguf_under_another_name(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"GGUF\x03\0\0\0" + bytes(100))
-    assert refused(path, UnsupportedFileError).found == "the file is GGUF, under a name that says otherwise"
+    assert refused(path, UnsupportedFileError).found == "not a safetensors file: GGUF, under a name that says otherwise"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
@@ -87,7 +89,8 @@ def test_a_git_lfs_pointer(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12309866400\n")
     error = refused(path, HeaderError)
-    assert "git-lfs pointer" in error.found
+    kind = "JSON" if name.endswith(".json") else "safetensors"
+    assert error.found.startswith(f"not a {kind} file: a git-lfs pointer")
     assert "git lfs pull" in error.hint
 
 
@@ -97,7 +100,8 @@ def test_a_web_page(tmp_path, name, page):
     path = tmp_path / name
     path.write_bytes(page)
     error = refused(path, HeaderError)
-    assert "the file is a web page" in error.found
+    kind = "JSON" if name.endswith(".json") else "safetensors"
+    assert error.found.startswith(f"not a {kind} file: a web page")
     assert "Log in or accept the model's licence" in error.hint
 
 
@@ -105,7 +109,7 @@ def test_json_text(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"_class_name": "Model", "weight_map": {}}')
     error = refused(path, HeaderError)
-    assert error.found == "the file is JSON text"
+    assert error.found == "not a safetensors file: JSON text"
     assert ".safetensors.index.json" in error.hint
 
 
@@ -113,8 +117,26 @@ def test_a_download_that_never_began(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(5000))
     error = refused(path, HeaderError)
-    assert "begins with 512 zero bytes" in error.found
+    assert error.found == "not a safetensors file: it begins with 512 zero bytes"
     assert "An interrupted download" in error.hint
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+@pytest.mark.parametrize("text", ["Access denied", "\ufeff\nAccess denied: the tökens\texpired\n" + "x" * 505 + "é"])
+def test_any_other_text(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    error = refused(path, HeaderError)
+    kind = "GGUF" if name.endswith("gguf") else "safetensors"
+    assert error.found.startswith(f"not a {kind} file: text, which begins with 'Access denied")
+    assert "it may say why there are no weights" in error.hint
+    assert "a safetensors or GGUF file" in error.expected
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"Access\0denied" * 9)
+    assert refused(path, HeaderError).found.startswith("not a safetensors file, or a damaged one: the first 8 bytes")
 
 
 def test_a_missing_path(tmp_path):

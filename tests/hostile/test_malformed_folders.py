@@ -114,7 +114,7 @@ def test_a_damaged_shard_is_named(model, tmp_path):
         ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "holds the name a twice"),
         ('{"weight_map": ', "is no JSON"),
         ('{"metadata": ' + "[" * 40 + "]" * 40 + "}", "nested more than 32 levels deep"),
-        ("[1]", "the file is JSON text"),
+        ("[1]", "the JSON file is a JSON list, no object"),
         ("\x80", "is no JSON"),
     ],
 )

@@ -28,6 +28,7 @@ def test_an_empty_file(path):
     error = refused(path)
     assert error.found == "the file is empty"
     assert "Download the file again" in error.hint
+    assert "a safetensors or GGUF file" in error.expected
 
 
 @pytest.mark.parametrize("size", [1, 7, 8])
@@ -40,7 +41,7 @@ def test_a_file_too_short_for_a_header(path, size):
 def test_a_header_length_beyond_the_file(path, length):
     error = refused(write_raw(path, b"{}", length=length))
     assert f"the first 8 bytes say that the header takes {length} bytes, but only 2 follow" in error.found
-    assert "this is no safetensors file, or a damaged one" in error.found
+    assert error.found.startswith("not a safetensors file, or a damaged one: ")
 
 
 def test_a_file_that_ends_inside_its_header(path):
