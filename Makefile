@@ -24,6 +24,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(MAKE) types
 	$(BIN)/python -m slipcast.registry.json_schema --check
+	$(BIN)/python -m slipcast.registry.catalogue_index --check
 	$(BIN)/python -m slipcast.cli.docs_tables --check
 	$(BIN)/slipcast check
 
@@ -39,6 +40,7 @@ format: $(READY)
 
 schema: $(READY)
 	$(BIN)/python -m slipcast.registry.json_schema
+	$(BIN)/python -m slipcast.registry.catalogue_index
 
 docs: $(READY)
 	$(BIN)/python -m slipcast.cli.docs_tables

@@ -12,6 +12,7 @@ from slipcast.engine.build import build_on_meta
 from slipcast.engine.conversion import codecs_of, known_arguments, model_shapes
 from slipcast.engine.converted import Conversion
 from slipcast.engine.model_tensors import model_tensors
+from slipcast.registry.catalogue import Catalogue
 from slipcast.registry.config import reads_header
 from slipcast.registry.errors import AccountingError, SlipcastError
 from slipcast.registry.header import Checkpoint, Header
@@ -38,7 +39,7 @@ def prove_written(path: Path, match: Match, conversion: Conversion, config: Mapp
         )
     try:
         checkpoint = Checkpoint(path, MappingProxyType({"": header}))
-        (written,) = identify(checkpoint, {match.family.id: match.family})
+        (written,) = identify(checkpoint, Catalogue({match.family.id: match.family}))
         problems = list(_other_model(written, match, conversion)) or list(_other_weights(written, conversion))
     except SlipcastError as error:
         raise _not_as_meant([error.found, *error.items]) from error

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from slipcast.registry.catalogue import Catalogue
 from slipcast.registry.evidence import Evidence, weigh
 from slipcast.registry.family import Family, Variant
-from slipcast.registry.header import Shape
 from slipcast.registry.names import Names
 from slipcast.registry.quantisation import Bundle
+from slipcast.registry.signature import Signature
 
 Layout = Literal["native", "diffusers"]
 
@@ -44,6 +45,22 @@ def ask(weights: Mapping[str, Bundle], catalogue: Mapping[str, Family]) -> tuple
     )
 
 
+def plausible(weights: Mapping[str, Bundle], catalogue: Catalogue) -> dict[str, Family]:
+    """The families whose evidence may be complete, told by their signatures: asking one takes far longer."""
+    under: dict[str, Names] = {}
+    return {id_: catalogue[id_] for id_ in catalogue if _is_plausible(weights, catalogue.signature(id_), under)}
+
+
+def _is_plausible(weights: Mapping[str, Bundle], signature: Signature, under: dict[str, Names]) -> bool:
+    return any(signature.allows(_names_under(prefix, weights, under)) for prefix in signature.prefixes)
+
+
+def _names_under(prefix: str, weights: Mapping[str, Bundle], under: dict[str, Names]) -> Names:
+    if prefix not in under:
+        under[prefix] = Names({name: bundle.shape for name, bundle in strip_prefix(weights, prefix).items()})
+    return under[prefix]
+
+
 def strip_prefix(weights: Mapping[str, Bundle], prefix: str) -> dict[str, Bundle]:
     """The weights that begin with a prefix, by the rest of their names."""
     return {name[len(prefix) :]: bundle for name, bundle in weights.items() if name.startswith(prefix)}
@@ -53,10 +70,7 @@ def _best_answer(weights: Mapping[str, Bundle], family: Family, under: dict[str,
     """Try the prefixes from long to short, and under each the native names before the model's."""
     best: Answer | None = None
     for prefix in sorted(family.prefixes, key=len, reverse=True):
-        if prefix not in under:
-            shapes: dict[str, Shape] = {name: bundle.shape for name, bundle in strip_prefix(weights, prefix).items()}
-            under[prefix] = Names(shapes)
-        for answer in _answers(family, prefix, under[prefix]):
+        for answer in _answers(family, prefix, _names_under(prefix, weights, under)):
             if answer.evidence.complete:
                 return answer
             if best is None or answer.evidence.share > best.evidence.share:

@@ -8,7 +8,8 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
-from slipcast.registry.claims import Answer, Layout, ask, choose_variant, strip_prefix
+from slipcast.registry.catalogue import Catalogue
+from slipcast.registry.claims import Answer, Layout, ask, choose_variant, plausible, strip_prefix
 from slipcast.registry.config import infer_config
 from slipcast.registry.errors import IdentificationError
 from slipcast.registry.family import Family
@@ -48,9 +49,7 @@ class Match:
     guesses: tuple[str, ...] = ()
 
 
-def identify(
-    checkpoint: Checkpoint, catalogue: Mapping[str, Family], *, family: str | None = None
-) -> tuple[Match, ...]:
+def identify(checkpoint: Checkpoint, catalogue: Catalogue, *, family: str | None = None) -> tuple[Match, ...]:
     """Find the models that a checkpoint holds.
 
     Args:
@@ -64,7 +63,7 @@ def identify(
     Raises:
         IdentificationError: no family claims any component, or two claim the same tensors.
     """
-    asked = {family: catalogue[family]} if family is not None else catalogue
+    asked = catalogue if family is None else Catalogue({family: catalogue[family]})
     matches: list[Match] = []
     failures: list[IdentificationError] = []
     for component, header in checkpoint.headers.items():
@@ -79,14 +78,12 @@ def identify(
     return tuple(matches)
 
 
-def _identify_header(
-    header: Header, component: str, bundles: Bundles, catalogue: Mapping[str, Family]
-) -> Iterator[Match]:
+def _identify_header(header: Header, component: str, bundles: Bundles, catalogue: Catalogue) -> Iterator[Match]:
     path = header.path / component if component else header.path
-    answers = ask(bundles.weights, catalogue)
+    answers = ask(bundles.weights, plausible(bundles.weights, catalogue))
     claims = [answer for answer in answers if answer.evidence.complete]
     if not claims:
-        raise unclaimed(path, bundles.weights, answers)
+        raise unclaimed(path, bundles.weights, ask(bundles.weights, catalogue))
     if not all(are_apart(one, other) for one, other in combinations(claims, 2)):
         raise claimed_twice(path, claims)
     for claim in claims:

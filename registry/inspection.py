@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipcast.registry.catalogue import load_catalogue
+from slipcast.registry.catalogue import Catalogue, load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.errors import IdentificationError, SettingsError
 from slipcast.registry.family import Family
@@ -151,7 +151,7 @@ def identify_path(path: str | Path, settings: Settings) -> Identified:
     return Identified(checkpoint, (main, *rest), tuple(match for match in in_its_file if are_apart(match, main)))
 
 
-def _identified(checkpoint: Checkpoint, catalogue: Mapping[str, Family]) -> tuple[Match, ...]:
+def _identified(checkpoint: Checkpoint, catalogue: Catalogue) -> tuple[Match, ...]:
     """What is found without the setting ``family``; nothing where that setting is what settles whose the file is."""
     try:
         return identify(checkpoint, catalogue)

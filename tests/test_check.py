@@ -24,7 +24,6 @@ from slipcast.registry.claims import Layout
 from slipcast.registry.errors import CheckError, FamilyFileError, SettingsError
 from slipcast.registry.family import Family
 from slipcast.registry.family_file import build_family, read_family_file
-from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.identify import Match
 
 FILE = Path(__file__).parents[1] / "families" / "z-image.yaml"
@@ -49,7 +48,7 @@ def _edited(path: Path, *edits: tuple[str, str]) -> Path:
 
 def _prove(name: str, path: Path, records: Records | None, others: Path | None = None, linted: bool = False) -> Proof:
     family = build_family(read_family_file(path), linted=True) if linted else load_family_file(path)
-    catalogue = FrozenMapping({**load_catalogue([others] if others else ()), family.id: family})
+    catalogue = load_catalogue([others] if others else ()).with_family(family)
     with subject_of(family, path, catalogue, records) as subject:
         return lead_proof(name, subject)
 

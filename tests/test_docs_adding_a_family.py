@@ -18,7 +18,6 @@ import slipcast
 from slipcast.registry import catalogue
 from slipcast.registry.errors import UnsupportedFileError
 from slipcast.registry.family import Family
-from slipcast.registry.frozen import FrozenMapping
 from support.command_line import output_of, run
 from support.documents import Shown, blocks, shown_commands, text_of
 from support.recorded import DATA, recorded, write_checkpoint
@@ -47,8 +46,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the checkpoint, where the family of the example is not known."""
     model = yaml.safe_load(FINISHED)["model"]
-    known = {id_: family for id_, family in catalogue.load_catalogue().items() if family.model != model}
-    monkeypatch.setattr(catalogue, "_builtin", lambda: FrozenMapping(known))
+    families = catalogue.load_catalogue()
+    known = families.without({id_ for id_, family in families.items() if family.model == model})
+    monkeypatch.setattr(catalogue, "_builtin", lambda: known)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     Path("model.safetensors").symlink_to(checkpoint)

@@ -26,7 +26,6 @@ from slipcast.engine.check.value_proofs import prove_converter, prove_forward, p
 from slipcast.registry.catalogue import Catalogue, load_catalogue, load_family_file
 from slipcast.registry.errors import SettingsError, SlipcastError
 from slipcast.registry.family import Family
-from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.validation import did_you_mean
 
 PROOFS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
@@ -102,7 +101,7 @@ def _check_file(path: Path, catalogue: Catalogue, records: Records | None) -> Ch
         family = load_family_file(path)
     except SlipcastError as problem:
         return CheckedFamily(path.stem, str(path), (Proof("reads", "failed", problem.found, problem),))
-    return _check(family, path, FrozenMapping({**catalogue, family.id: family}), records)
+    return _check(family, path, catalogue.with_family(family), records)
 
 
 def _check(family: Family, path: Path, catalogue: Catalogue, records: Records | None) -> CheckedFamily:

@@ -157,7 +157,7 @@ def identify_alone(family: Family, header: Header) -> Match:
     Raises:
         SlipcastError: the family doesn't claim it, or its expressions don't fit it.
     """
-    return identify(Checkpoint(header.path, MappingProxyType({"": header})), {family.id: family})[0]
+    return identify(Checkpoint(header.path, MappingProxyType({"": header})), Catalogue({family.id: family}))[0]
 
 
 def build(family: Family, config: Mapping[str, object]) -> Built:
