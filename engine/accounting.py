@@ -224,16 +224,15 @@ def _unused(
 def _fate(
     match: Match, bundle: Bundle, native: str | None, foreign: bool, unexpected: Sequence[str]
 ) -> tuple[Fate, str] | None:
-    if native is not None and (contained := match.family.key_map.contained(native)) is not None:
-        return "other component", f"part of {contained[1]}"
-    if (
-        native is not None
-        and match.layout != "diffusers"
-        and (reason := match.family.key_map.drop_reason(native)) is not None
-    ):
-        return "dropped", reason
+    name = bundle.name if native is None else native
     if foreign:
         return "other component", "part of another model in the same file"
+    if (contained := match.family.key_map.contained(name)) is not None:
+        return "other component", f"part of {contained[1]}"
+    if (native is None or match.layout != "diffusers") and (
+        reason := match.family.key_map.drop_reason(name)
+    ) is not None:
+        return "dropped", reason
     if (
         bundle.is_plain
         and not _belongs_to_codes(match, bundle)

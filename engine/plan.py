@@ -171,7 +171,7 @@ class Origin(_Frozen):
         variant: the variant, or None.
         layout: whose names the file bears.
         prefix: the file's prefix.
-        component: folder of the component in a pipeline folder.
+        component: folder of the component in a pipeline folder, or its prefix in a file of several models.
         header_digest: digest over the file's names, dtypes, shapes and byte ranges.
         model: the model class.
         config: its constructor arguments.

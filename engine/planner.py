@@ -176,7 +176,7 @@ def _origin(match: Match, config: dict[str, Any]) -> Origin:
         variant=match.variant,
         layout=match.layout,
         prefix=match.prefix,
-        component=match.component,
+        component=match.name,
         header_digest=header_digest(match.header),
         model=match.family.model,
         config=config,

@@ -34,6 +34,7 @@ class Match:
         config: constructor arguments of the model class.
         evidence: what was seen, as sentences.
         guesses: what no tensor shows, as sentences.
+        part: where its tensors lie in a file of several models: its prefix without the last dot; "" elsewhere.
     """
 
     header: Header
@@ -47,6 +48,12 @@ class Match:
     config: Mapping[str, Any]
     evidence: tuple[str, ...]
     guesses: tuple[str, ...] = ()
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """What tells it from the other models of the checkpoint; "" where it is the only one."""
+        return "/".join(filter(None, (self.component, self.part)))
 
 
 def identify(checkpoint: Checkpoint, catalogue: Catalogue, *, family: str | None = None) -> tuple[Match, ...]:
@@ -87,7 +94,7 @@ def _identify_header(header: Header, component: str, bundles: Bundles, catalogue
     if not all(are_apart(one, other) for one, other in combinations(claims, 2)):
         raise claimed_twice(path, claims)
     for claim in claims:
-        yield _match(header, component, bundles, claim)
+        yield _match(header, component, bundles, claim, part=claim.prefix.removesuffix(".") if len(claims) > 1 else "")
 
 
 def are_apart(one: Answer | Match, other: Answer | Match) -> bool:
@@ -98,7 +105,7 @@ def are_apart(one: Answer | Match, other: Answer | Match) -> bool:
     return (inner.prefix.removeprefix(outer.prefix), inner.family.id) in outer.family.contains.items()
 
 
-def _match(header: Header, component: str, bundles: Bundles, claim: Answer) -> Match:
+def _match(header: Header, component: str, bundles: Bundles, claim: Answer, *, part: str) -> Match:
     family, names = claim.family, claim.names
     variant = choose_variant(family.variants, names, header.path)
     evidence = [
@@ -129,4 +136,5 @@ def _match(header: Header, component: str, bundles: Bundles, claim: Answer) -> M
         config=infer_config(family, names, header),
         evidence=tuple(evidence),
         guesses=tuple(guesses),
+        part=part,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ class Component:
     """One recognised model inside a checkpoint.
 
     Attributes:
-        name: its folder in a pipeline folder; "" for the only one.
+        name: its folder in a pipeline folder; in a file of several its prefix without the last dot; "" for the only
+            one.
         family: id of its family.
         kind: denoiser, text_encoder, vae or controlnet.
         variant: a variant of the family, or None.
@@ -180,14 +182,14 @@ def inspect_path(path: str | Path, settings: Settings) -> Inspection:
         formats=count_formats(weights),
         evidence=identified.main.evidence,
         guesses=identified.main.guesses,
-        problems=tuple(_problems(everything, claimed)),
+        problems=(*_problems(everything, claimed), *_unclaimed_parts((*identified.matches, *identified.beside))),
         config=identified.main.config,
     )
 
 
 def _component(match: Match) -> Component:
     return Component(
-        name=match.component,
+        name=match.name,
         family=match.family.id,
         kind=match.family.kind,
         variant=match.variant,
@@ -207,6 +209,22 @@ def _problems(everything: Mapping[str, Bundles], claimed: Iterable[str]) -> Iter
             yield f"no family claims the component {name}"
 
 
+def _unclaimed_parts(matches: Iterable[Match]) -> Iterable[str]:
+    """What lies in a file beside the recognised models and belongs to none."""
+    files: dict[str, list[Match]] = {}
+    for match in matches:
+        files.setdefault(match.component, []).append(match)
+    for own in files.values():
+        prefixes = tuple(match.prefix for match in own)
+        foreign = Counter(
+            name.partition(".")[0]
+            for name in own[0].everything.weights
+            if not name.startswith(prefixes) and not any(match.family.key_map.drop_reason(name) for match in own)
+        )
+        for beginning, count in foreign.most_common():
+            yield f"no family claims {count} tensors that begin with {beginning}"
+
+
 def _check_family(family: str | None, catalogue: Mapping[str, Family]) -> None:
     if family is not None and family not in catalogue:
         near = nearest(family, list(catalogue))
@@ -219,11 +237,13 @@ def _check_family(family: str | None, catalogue: Mapping[str, Family]) -> None:
 
 
 def _only(component: str, matches: Sequence[Match]) -> tuple[Match, ...]:
-    found = tuple(match for match in matches if component in (match.component, match.family.id, match.family.kind))
+    found = tuple(
+        match for match in matches if component in (match.name, match.component, match.family.id, match.family.kind)
+    )
     if not found:
         raise IdentificationError(
             f"the component {component!r}",
-            expected="one of " + ", ".join(match.component or match.family.id for match in matches),
+            expected="one of " + ", ".join(match.name or match.family.id for match in matches),
             hint="correct the setting component",
         )
     return found

@@ -190,6 +190,38 @@ def test_two_families_that_claim_one_checkpoint_are_an_error_that_names_both(tmp
     assert slipcast.inspect(path, families=[folder], family="twin").main.family == "twin"
 
 
+PART = """
+schema: 1
+id: part
+title: Part
+kind: vae
+model: diffusers.AutoencoderTiny
+prefixes: [vae.]
+identify: {has: [one.weight]}
+precision: {fp16: safe, fp8: {storage: supported, compute: supported}}
+"""
+
+
+def _with_part(tmp_path: Path, prefix: str) -> tuple[Path, str]:
+    folder = tmp_path / "families" / "vaes"
+    folder.mkdir(parents=True)
+    (folder / "part.yaml").write_text(PART)
+    tensors = {"diffusion_model." + name: tensor for name, tensor in natively(tiny_tensors()).items()}
+    return _written(tmp_path, tensors | {f"{prefix}one.weight": torch.ones(2, 3)}), str(tmp_path / "families")
+
+
+def test_models_in_one_file_have_names_and_what_is_nobody_s_is_a_problem(tmp_path: Path) -> None:
+    path, folder = _with_part(tmp_path, "vae.")
+    several = slipcast.inspect(path, families=[folder])
+    assert [part.name for part in several.components] == ["diffusion_model", "vae"]
+    assert several.problems == ()
+    for name in ("part", "vae"):
+        assert slipcast.inspect(path, families=[folder], component=name).main.family == "part"
+    found = slipcast.inspect(path)
+    assert [part.name for part in found.components] == [""]
+    assert found.problems == ("no family claims 1 tensors that begin with vae",)
+
+
 def test_a_tie_in_one_component_of_a_pipeline_is_an_error_also_behind_a_stranger(tmp_path: Path) -> None:
     folder = str(_catalogue_with(tmp_path, TWIN, "twin"))
     pipeline = tmp_path / "pipeline"

@@ -89,7 +89,7 @@ def prove_bijection(subject: Subject) -> Outcome:
         if case.match is None or case.built is None:
             continue
         try:
-            account(case.match, case.built.shapes, case.built.tensors.ties)
+            account(case.match, case.built.shapes, case.built.tensors.ties, others=case.beside)
         except KeyMapError as problem:
             raise _unbuilt(subject, case.example.header, problem, ("keys",)) from problem
         except SlipcastError as problem:

@@ -19,7 +19,7 @@ from slipcast.registry.catalogue import Catalogue
 from slipcast.registry.errors import CheckError, SlipcastError
 from slipcast.registry.family import Example, Family
 from slipcast.registry.header import Checkpoint, Header, Shape
-from slipcast.registry.identify import Match, identify
+from slipcast.registry.identify import Match, are_apart, identify
 from slipcast.registry.keymap.matching import RuleTree
 from slipcast.registry.strict_yaml import Document, Where, dotted, load_yaml
 
@@ -48,6 +48,7 @@ class Case:
         example: what the file says of it.
         header: the recorded header; None where there is no such record.
         match: the header as one of this family; None where it is not recognised.
+        beside: the other models in the header.
         built: the model that the inferred configuration makes; None where it makes none.
         problem: why one of them is missing.
     """
@@ -56,6 +57,7 @@ class Case:
     example: Example
     header: Header | None = None
     match: Match | None = None
+    beside: tuple[Match, ...] = ()
     built: Built | None = None
     problem: SlipcastError | None = None
 
@@ -138,7 +140,7 @@ def subject_of(family: Family, path: Path, catalogue: Catalogue, records: Record
             catalogue=catalogue,
             documents=documents,
             records=records,
-            cases=() if records is None else tuple(_cases(family, records)),
+            cases=() if records is None else tuple(_cases(family, records, catalogue)),
             tiny=tiny,
             tiny_problem=tiny_problem,
             scratch=Path(scratch),
@@ -175,20 +177,32 @@ def build(family: Family, config: Mapping[str, object]) -> Built:
     return Built(model, tensors, shapes)
 
 
-def _cases(family: Family, records: Records) -> Iterator[Case]:
+def _cases(family: Family, records: Records, catalogue: Catalogue) -> Iterator[Case]:
     known: dict[str, Built] = {}
     for number, example in enumerate(family.examples):
         header: Header | None = None
         match: Match | None = None
+        beside: tuple[Match, ...] = ()
         try:
             header = records.header(example.header)
             match = identify_alone(family, header)
+            beside = _beside(match, catalogue)
             arguments = repr(sorted(match.config.items()))
             if arguments not in known:
                 known[arguments] = build(family, match.config)
-            yield Case(number, example, header, match, known[arguments])
+            yield Case(number, example, header, match, beside, known[arguments])
         except SlipcastError as problem:
-            yield Case(number, example, header, match, None, problem)
+            yield Case(number, example, header, match, beside, problem=problem)
+
+
+def _beside(match: Match, catalogue: Catalogue) -> tuple[Match, ...]:
+    """The other models in the file of a match; none where two families claim what is one."""
+    header = match.header
+    try:
+        found = identify(Checkpoint(header.path, MappingProxyType({"": header})), catalogue)
+    except SlipcastError:
+        return ()
+    return tuple(other for other in found if other.family.id != match.family.id and are_apart(other, match))
 
 
 def _tiny(family: Family) -> tuple[Built | None, SlipcastError | None]:

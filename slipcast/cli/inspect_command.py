@@ -132,7 +132,8 @@ def _family(component: Component) -> str:
 
 def _layout(component: Component) -> str:
     names = f"{component.layout} names" if component.layout else "names that native and diffusers layouts share"
-    return names + (f" under the prefix {component.prefix}" if component.prefix else "")
+    in_name = component.prefix.removesuffix(".") == component.name
+    return names + (f" under the prefix {component.prefix}" if component.prefix and not in_name else "")
 
 
 def _formats(formats: Mapping[str, int]) -> str:
