@@ -6,6 +6,8 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -342,3 +344,18 @@ def test_a_file_is_laid_over_the_family_of_its_id(tmp_path: Path) -> None:
     (checked,) = check_families([str(path)])
     assert [proof.status for proof in checked.proofs] == ["ok"] * len(PROOFS)
     assert checked.source == str(tmp_path / "z-image.yaml")
+
+
+def test_a_converter_may_want_names_with_their_prefix() -> None:
+    """diffusers' converter of UNets reads nothing else, and gives an empty answer to other names."""
+    full, bare = {"model.a": torch.ones(1)}, {"a": torch.ones(1)}
+    built: Any = SimpleNamespace(model=SimpleNamespace(config={}))
+
+    def picky(checkpoint: dict[str, torch.Tensor], config: object) -> dict[str, torch.Tensor]:
+        return {name[6:]: tensor for name, tensor in checkpoint.items() if name.startswith("model.")}
+
+    def strict(checkpoint: dict[str, torch.Tensor], config: object) -> dict[str, torch.Tensor]:
+        return {"a": checkpoint["model.a"]}
+
+    for converter in (picky, strict):
+        assert value_proofs._convert_named(converter, full, bare, built).keys() == {"a"}

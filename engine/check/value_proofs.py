@@ -90,7 +90,7 @@ def prove_converter(subject: Subject) -> Outcome:
     bare = {name.removeprefix(prefix): tensor for name, tensor in native.items()}
     of = ""
     try:
-        theirs = _convert(converter, bare, subject.tiny)
+        theirs = _convert_named(converter, native, bare, subject.tiny)
     except Exception as error:  # some want the sizes of the published model
         published = next((case.built for case in subject.cases if case.built is not None), None)
         thin = None if published is None else thin_files(subject.family.key_map, published.shapes)
@@ -118,6 +118,17 @@ def _convert(
     converter: Callable[..., Mapping[str, torch.Tensor]], native: Mapping[str, torch.Tensor], built: Built
 ) -> Mapping[str, torch.Tensor]:
     return converter(checkpoint=dict(native), config=dict(getattr(built.model, "config", {})))
+
+
+def _convert_named(
+    converter: Callable[..., Mapping[str, torch.Tensor]], full: Tensors, bare: Tensors, built: Built
+) -> Mapping[str, torch.Tensor]:
+    """What a converter makes of names without their prefix, or with it where it takes only those."""
+    try:
+        made = _convert(converter, bare, built)
+    except Exception:
+        return _convert(converter, full, built)
+    return made or _convert(converter, full, built)
 
 
 def thin_files(key_map: KeyMap, shapes: Mapping[str, Shape]) -> tuple[Tensors, Tensors] | None:
