@@ -6,6 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from slipcast.registry.layer_format import mxfp8_order_shows
+from slipcast.registry.side_tensors import WEIGHT_SCALE
+
 if TYPE_CHECKING:
     from slipcast.registry.quantisation import Bundle
 
@@ -28,6 +31,7 @@ def without_guesses(
     rotated = any(bundle.format == "int8_convrot" for bundle in bundles.values())
     scaled = {name for name, bundle in bundles.items() if bundle.format == "fp8_scaled"}
     told = any(name in scaled for name in described)
+    ordered = any(_order_is_told(bundle, described.get(name, {})) for name, bundle in bundles.items())
     found: dict[str, Bundle] = {}
     problems: list[str] = []
     for name, bundle in bundles.items():
@@ -35,6 +39,10 @@ def without_guesses(
         doubt = ""
         if bundle.format == "int8":
             doubt = _int8_doubt(says, rotated, unreadable)
+        elif bundle.format == "mxfp8" and not ordered:
+            doubt = (
+                "mxfp8 scales whose shape fits the swizzled and the linear order, of which nothing tells which it is"
+            )
         elif bundle.format == "fp8_raw" and len(bundle.shape) >= 2:
             doubt = _float8_doubt(says, told, name in marked and bool(scaled & set(marked)))
         if doubt:
@@ -42,6 +50,13 @@ def without_guesses(
             bundle = replace(bundle, format="unknown")
         found[name] = bundle
     return found, problems
+
+
+def _order_is_told(bundle: Bundle, says: Mapping[str, Any]) -> bool:
+    """Whether mxfp8's scales are known to be swizzled: by a description, or by a shape that only they have."""
+    if bundle.format != "mxfp8":
+        return False
+    return bool(says) or mxfp8_order_shows(bundle.shape, bundle.sides[WEIGHT_SCALE].shape)
 
 
 def _int8_doubt(says: Mapping[str, Any], rotated: bool, unreadable: bool) -> str:

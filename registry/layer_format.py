@@ -132,20 +132,22 @@ def _float8(weight: TensorInfo, sides: Mapping[str, TensorInfo], marked: object,
     if scale is None:
         return LayerFormat("fp8_raw", weight.shape, None, full_precision, problems=problems)
     if marked == "mxfp8" or scale.dtype in ("U8", "F8_E8M0"):
-        fits = scale.dtype in ("U8", "F8_E8M0") and _fits_tiles(weight.shape, scale, _MXFP8_BLOCK)
-        if not fits or weight.shape[0] % _MXFP8_BLOCK or weight.dtype != "F8_E4M3":
-            return _misfit("mxfp8", weight, scale)
+        tiled = _tiled(weight.shape, _MXFP8_BLOCK)
+        fits = tiled == scale.shape and scale.dtype in ("U8", "F8_E8M0") and weight.dtype == "F8_E4M3"
+        if not fits or weight.shape[0] % _MXFP8_BLOCK:
+            whole = f"F8_E4M3 codes of whole blocks of {_MXFP8_BLOCK} by {_MXFP8_BLOCK}"
+            return _misfit("mxfp8", weight, scale, whole if tiled is None else f"{whole}, U8 {list(tiled)}")
         return LayerFormat("mxfp8", weight.shape, "block", full_precision, problems=problems)
     granularity = scale_granularity(scale.shape, weight.shape)
     if scale.dtype not in FLOATS or granularity is None:
-        return _misfit("float8", weight, scale)
+        return _misfit("float8", weight, scale, "floats: one, [rows] or [rows, 1], [rows, blocks] or [rows, blocks, 1]")
     return LayerFormat("fp8_scaled", weight.shape, granularity, full_precision, problems=problems)
 
 
 def _int8(weight: TensorInfo, scale: TensorInfo, described: Mapping[str, Any], full_precision: bool) -> LayerFormat:
     granularity = scale_granularity(scale.shape, weight.shape)
     if scale.dtype not in FLOATS or granularity not in ("tensor", "row"):
-        return _misfit("int8", weight, scale)
+        return _misfit("int8", weight, scale, "floats: one, [rows] or [rows, 1]")
     if described.get("convrot") is not True:
         return LayerFormat("int8", weight.shape, granularity, full_precision)
     group = described.get("convrot_groupsize", _ROTATED)
@@ -166,25 +168,43 @@ def _nvfp4(weight: TensorInfo, sides: Mapping[str, TensorInfo], described: bool,
     if scale is None or second is None:
         missing = WEIGHT_SCALE if scale is None else SECOND_SCALE
         return LayerFormat("unknown", shape, problems=(f"nvfp4 codes {list(weight.shape)} without {missing}",))
-    tiled = _fits_tiles(shape, scale, _FP4_BLOCK) and shape[0] % _FP4_BLOCK == 0
-    linear = len(shape) == 2 and shape[1] % _FP4_BLOCK == 0 and scale.elements == shape[0] * (shape[1] // _FP4_BLOCK)
-    if scale.dtype not in ("F8_E4M3", "U8") or not (tiled or (linear and not described)):
-        return _misfit("nvfp4", weight, scale)
+    known = _nvfp4_shapes(shape, described)
+    if scale.dtype not in ("F8_E4M3", "U8") or scale.shape not in known.values():
+        fitting = " or ".join(f"F8_E4M3 {list(fit)} ({layout})" for layout, fit in known.items())
+        return _misfit("nvfp4", weight, scale, fitting or f"codes of whole blocks of {_FP4_BLOCK} columns")
     if second.dtype not in FLOATS or second.elements != 1:
-        return _misfit("nvfp4", weight, second)
-    layout = nvfp4_layout(weight, scale, described)
-    return LayerFormat("nvfp4", shape, "block", full_precision, {} if layout is None else {"layout": layout})
+        return _misfit("nvfp4", weight, second, "one float")
+    layouts = [layout for layout, fit in known.items() if fit == scale.shape]
+    return LayerFormat("nvfp4", shape, "block", full_precision, {"layout": layouts[0]} if len(layouts) == 1 else {})
 
 
-def _fits_tiles(shape: Shape, scale: TensorInfo, block: int) -> bool:
-    """Whether a tensor has as many elements as a matrix has blocks, in whole tiles of 128 rows and 4 blocks."""
+def _nvfp4_shapes(shape: Shape, described: bool) -> dict[str, Shape]:
+    """The shapes that the scales of a matrix's blocks can have in nvfp4's two byte layouts.
+
+    A layer that the file describes is in the layout of the program that describes: high nibble first, scales swizzled,
+    padded to 128 rows and 4 columns. Where both layouts have one shape, it does not tell them apart.
+    """
+    tiled = _tiled(shape, _FP4_BLOCK)
+    if tiled is None:
+        return {}
+    comfy = {"comfy": tiled} if shape[0] % _FP4_BLOCK == 0 else {}
+    return comfy if described else {**comfy, "linear": (shape[0], shape[1] // _FP4_BLOCK)}
+
+
+def _tiled(shape: Shape, block: int) -> Shape | None:
+    """The shape of the scales of a matrix's blocks in whole tiles of 128 rows and 4 blocks; None of no whole blocks."""
     if len(shape) != 2 or shape[1] % block:
-        return False
-    return scale.elements == -(-shape[0] // 128) * 128 * (-(-shape[1] // block // 4) * 4)
+        return None
+    return -(-shape[0] // 128) * 128, -(-shape[1] // block // 4) * 4
 
 
-def _misfit(kind: str, weight: TensorInfo, scale: TensorInfo) -> LayerFormat:
-    odd = f"{kind} codes {list(weight.shape)} with a scale of {scale.dtype} {list(scale.shape)}"
+def mxfp8_order_shows(weight: Shape, scale: Shape) -> bool:
+    """Whether mxfp8's scales are of a shape that they have in no other order than the swizzled one."""
+    return scale != (weight[0], weight[1] // _MXFP8_BLOCK)
+
+
+def _misfit(kind: str, weight: TensorInfo, scale: TensorInfo, fitting: str) -> LayerFormat:
+    odd = f"{kind} codes {list(weight.shape)} with a scale of {scale.dtype} {list(scale.shape)}, needed: {fitting}"
     return LayerFormat("unknown", weight.shape, problems=(odd,))
 
 
@@ -196,23 +216,6 @@ def _original_shape(weight: TensorInfo, metadata: Mapping[str, str]) -> Shape:
 
 def _contradiction(marked: object, weight: TensorInfo) -> str:
     return f"marked as {marked!r}, stored as {weight.dtype}"
-
-
-def nvfp4_layout(weight: TensorInfo, scale: TensorInfo | None, described: bool) -> Literal["comfy", "linear"] | None:
-    """In which of nvfp4's two byte layouts a layer is, where that can be seen.
-
-    A layer that the file describes is in the layout of the program that describes: high nibble first, scales swizzled,
-    padded to 128 rows and 4 columns. Else the scale's shape tells, unless padding leaves it as it is.
-    """
-    if described:
-        return "comfy"
-    if scale is None or len(weight.shape) != 2:
-        return None
-    linear = (weight.shape[0], weight.shape[1] * 2 // _FP4_BLOCK)
-    padded = (-(-linear[0] // 128) * 128, -(-linear[1] // 4) * 4)
-    if linear == padded:
-        return None
-    return "comfy" if scale.shape == padded else "linear" if scale.shape == linear else None
 
 
 def _foreign_format(weight: TensorInfo, sides: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> str | None:

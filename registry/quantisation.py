@@ -19,7 +19,7 @@ from slipcast.registry.errors import SlipcastError
 from slipcast.registry.guesses import without_guesses
 from slipcast.registry.header import Header, Shape, TensorInfo
 from slipcast.registry.layer_format import FLOAT8, Granularity, LayerFormat, layer_format, unpacked
-from slipcast.registry.saved_layers import as_blocks, saved_block_types, saved_full_precision
+from slipcast.registry.saved_layers import as_blocks, saved_codecs, saved_full_precision
 from slipcast.registry.side_tensors import (
     AMBIGUOUS_LEAVES,
     FILE_MARKER,
@@ -108,16 +108,16 @@ def assemble(header: Header) -> Bundles:
     sides, weights, markers, ignored = _sort(header)
     described, problems = _descriptions(header, sides)
     unreadable = bool(problems)
-    blocks, precise = saved_block_types(header.config), saved_full_precision(header.config)
+    saved, precise = saved_codecs(header.config), saved_full_precision(header.config)
     found: dict[str, Bundle] = {}
     said: dict[str, Mapping[str, Any]] = {}
     for name, weight in weights.items():
         layer = name.removesuffix(".weight")
         own = sides.pop(layer, {}) if name.endswith(".weight") else {}
         says = described.pop(layer, {})
-        if says:
-            said[name] = says
-        weight = as_blocks(unpacked(weight, own, says), blocks.get(layer))
+        if says or saved.get(layer) == "mxfp8":
+            said[name] = says or {"format": "mxfp8"}
+        weight = as_blocks(unpacked(weight, own, says), saved.get(layer, ""))
         format_ = layer_format(weight, own, says, header.metadata)
         marked_precise = layer in precise or (format_.name == "fp8_scaled" and _marked_full_precision(name, markers))
         found[name] = _bundle(name, weight, own, format_, marked_precise)

@@ -19,13 +19,10 @@ FULL_PRECISION = "full_precision_matrix_mult"
 """The word of ComfyUI's per-layer metadata; here the list of the layers that it is true of."""
 
 
-def saved_block_types(config: Mapping[str, Any] | None) -> dict[str, str]:
-    """The type of each layer that a config.json says is in blocks, by the layer's name in the model."""
+def saved_codecs(config: Mapping[str, Any] | None) -> dict[str, str]:
+    """What a config.json says of each layer that it is in, by the layer's name in the model."""
     modules = _described(config).get("modules")
-    if not isinstance(modules, Mapping):
-        return {}
-    names = {str(layer): str(codec) for layer, codec in modules.items()}
-    return {layer: codec.removeprefix(_PREFIX) for layer, codec in names.items() if codec.startswith(_PREFIX)}
+    return {str(layer): str(codec) for layer, codec in modules.items()} if isinstance(modules, Mapping) else {}
 
 
 def saved_full_precision(config: Mapping[str, Any] | None) -> frozenset[str]:
@@ -40,12 +37,16 @@ def _described(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return described if isinstance(described, Mapping) and described.get("quant_method") == _METHOD else {}
 
 
-def as_blocks(weight: TensorInfo, kind: str | None) -> TensorInfo:
+def as_blocks(weight: TensorInfo, codec: str) -> TensorInfo:
     """A matrix of bytes as one of blocks, with the logical shape that its rows show; anything else as it is.
 
     Blocks that run across rows are saved as one row, whose elements the model's shape arranges.
+
+    Args:
+        weight: a tensor of the file.
+        codec: what a config.json says that it is in, or "".
     """
-    block = BLOCK_TYPES_BY_NAME.get(kind or "")
+    block = BLOCK_TYPES_BY_NAME.get(codec.removeprefix(_PREFIX)) if codec.startswith(_PREFIX) else None
     if block is None or block.plain or weight.dtype != "U8" or len(weight.shape) != 2:
         return weight
     rows, nbytes = weight.shape

@@ -18,7 +18,7 @@ from support.hinted_family import hinted_family
 from support.isolation import isolate
 from support.number_formats import bytes_of
 from support.quantised_cases import CASES, draw_file
-from support.quantised_checkpoints import EVEN, nvfp4, quantised_file
+from support.quantised_checkpoints import EVEN, mxfp8, nvfp4, quantised_file
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +62,18 @@ def test_a_layout_that_no_shape_tells(tmp_path: Path, layout: str) -> None:
     converted(tmp_path / "folder", tmp_path / "comfy.safetensors", "native", format="nvfp4")
     again = slipcast.load(tmp_path / "comfy.safetensors", device="cpu", dtype="float32").model
     assert again.get_submodule("layers.0.attention.to_q").codec.name == "nvfp4/comfy"
+
+
+def test_the_order_of_scales_that_no_shape_tells(tmp_path: Path) -> None:
+    """Of mxfp8 a marker told it when the model was loaded; of the folder the config.json does."""
+    path = quantised_file(mxfp8(), EVEN, ("layers.0.attention.out",)).write(
+        tmp_path / "m.safetensors", marked="tensors"
+    )
+    loaded = _save_and_load(path, tmp_path / "folder")
+    assert loaded.model.get_submodule("layers.0.attention.to_out.0").codec.name == "mxfp8"
+    with pytest.raises(UnsupportedFormatError) as caught:
+        slipcast.plan(tmp_path / "folder" / "diffusion_pytorch_model.safetensors", device="cpu")
+    assert any("fits the swizzled and the linear order" in item for item in caught.value.items)
 
 
 def test_gguf(tmp_path: Path) -> None:

@@ -186,7 +186,8 @@ def test_a_scale_that_fits_no_part_of_its_weight_makes_the_format_unknown(tmp_pa
     tensors = {"a.weight": ("F8_E4M3", (8, 12)), "a.weight_scale": ("F32", shape)}
     bundles = assemble_tensors(tmp_path, tensors)
     assert bundles.weights["a.weight"].format == "unknown"
-    assert bundles.problems == (f"a.weight: float8 codes [8, 12] with a scale of F32 {list(shape)}",)
+    needed = "floats: one, [rows] or [rows, 1], [rows, blocks] or [rows, blocks, 1]"
+    assert bundles.problems == (f"a.weight: float8 codes [8, 12] with a scale of F32 {list(shape)}, needed: {needed}",)
 
 
 @pytest.mark.parametrize(("shape", "granularity"), [((8,), "row"), ((6,), "column"), ((8, 1, 1, 1), "row")])
@@ -357,6 +358,52 @@ def test_float8_whose_scale_is_lost_is_never_taken_for_raw(tmp_path, marking):
     assert bundles.problems == (
         "b.weight: float8 codes without a scale, in a file that gives the others of their kind one",
     )
+
+
+CODES8 = ("F8_E4M3", (96, 64))
+CODES4_WIDE = ("U8", (144, 40))
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "dtype", "needed"),
+    [
+        (CODES8, shape, dtype, "needed: F8_E4M3 codes of whole blocks of 32 by 32, U8 [128, 4]")
+        for shape in ((4, 128), (512,), (1, 512), (128, 4, 1), (64, 8), (96, 2), (2, 96), (256, 2))
+        for dtype in ("U8", "F8_E8M0")
+    ]
+    + [
+        (CODES4_WIDE, shape, "F8_E4M3", "needed: F8_E4M3 [256, 8] (comfy) or F8_E4M3 [144, 5] (linear)")
+        for shape in ((8, 256), (2048,), (2, 128, 8), (256, 8, 1), (128, 16), (5, 144), (720,), (144, 5, 1), (72, 10))
+    ],
+)
+@pytest.mark.parametrize("marked", [False, True])
+def test_scales_of_blocks_in_another_shape_of_as_many_elements(tmp_path, weight, scale, dtype, needed, marked):
+    """Transposed, flat or reshaped they would be decoded at the wrong places."""
+    nvfp4 = weight is CODES4_WIDE
+    tensors = {"a.weight": weight, "a.weight_scale": (dtype, scale)}
+    tensors |= {"a.weight_scale_2": ONE} if nvfp4 else {}
+    says = {"format": "nvfp4" if nvfp4 else "mxfp8"}
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"a": says}})} if marked else {}
+    bundles = assemble_tensors(tmp_path, tensors, metadata)
+    assert bundles.weights["a.weight"].format == "unknown"
+    (problem,) = bundles.problems
+    assert f"with a scale of {dtype} {list(scale)}" in problem
+    assert (needed.partition(" or F8_E4M3 [144")[0] if marked else needed) in problem
+    right = {"a.weight": weight, "a.weight_scale": (dtype, (256, 8) if nvfp4 else (128, 4))}
+    right |= {"a.weight_scale_2": ONE} if nvfp4 else {}
+    assert assemble_tensors(tmp_path, right, metadata).weights["a.weight"].format == says["format"]
+
+
+def test_mxfp8_whose_order_of_scales_nothing_tells_is_not_guessed(tmp_path):
+    """Of whole tiles the swizzled order has the shape of the linear one, which other programs write."""
+    even = {"a.weight": ("F8_E4M3", (128, 128)), "a.weight_scale": ("U8", (128, 4))}
+    bundles = assemble_tensors(tmp_path, even)
+    assert bundles.weights["a.weight"].format == "unknown"
+    assert "fits the swizzled and the linear order" in bundles.problems[0]
+    marked = {"_quantization_metadata": json.dumps({"layers": {"a": {"format": "mxfp8"}}})}
+    assert assemble_tensors(tmp_path, even, marked).weights["a.weight"].format == "mxfp8"
+    other = {"b.weight": ("F8_E4M3", (32, 32)), "b.weight_scale": ("U8", (128, 4))}
+    assert {bundle.format for bundle in assemble_tensors(tmp_path, even | other).weights.values()} == {"mxfp8"}
 
 
 def test_mxfp8_whose_scale_is_lost_is_never_taken_for_raw(tmp_path):

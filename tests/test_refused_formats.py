@@ -145,11 +145,22 @@ def _write(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[
     return path
 
 
+E4M3 = torch.float8_e4m3fn
+MXFP8 = {"weight": torch.ones(128, 64).to(E4M3), "weight_scale": _u8(4, 128)}
+NVFP4 = {"weight": _u8(128, 24), "weight_scale": torch.ones(4, 128).to(E4M3), "weight_scale_2": torch.ones(())}
 ROWS = {"weight": _i8(128, 48), "weight_scale": torch.ones(128)}
 UNKNOWN: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "four bits": ({**ROWS, "comfy_quant": _bytes('{"format": "convrot_w4a4"}')}, "marked as 'convrot_w4a4'"),
     "a name of tomorrow": ({**ROWS, "comfy_quant": _bytes('{"format": "int6"}')}, "marked as 'int6', stored as I8"),
     "bytes without a scale": ({"weight": _u8(128, 48)}, "codes of U8 without a scale"),
+    "mxfp8, scales transposed": (
+        MXFP8,
+        "a scale of U8 [4, 128], needed: F8_E4M3 codes of whole blocks of 32 by 32, U8 [",
+    ),
+    "nvfp4, scales transposed": (
+        NVFP4,
+        "a scale of F8_E4M3 [4, 128], needed: F8_E4M3 [128, 4] (comfy) or F8_E4M3 [128",
+    ),
     "a scale that fits nothing": ({**ROWS, "weight_scale": torch.ones(7)}, "a scale of F32 [7]"),
 }
 
