@@ -71,20 +71,24 @@ def _static_scale(bundles: Sequence[Bundle], header: Header) -> tuple[float | No
         return None, "its rows were calibrated with different scales of activations"
     (value,) = values
     if value is None:
-        return None, "its scale of activations is not one number"
+        odd = next(filter(None, (number_obstacle(scale) for scale in scales if scale is not None)), "")
+        return None, f"its scale of activations is not taken: {odd}"
     obstacle = input_scale_obstacle(value)
     return (None, f"its scale of activations is not taken: {obstacle}") if obstacle is not None else (value, "")
 
 
+def number_obstacle(tensor: TensorInfo) -> str | None:
+    """Why a tensor can't hold a scale of activations, whatever its value, as a clause; None where it can."""
+    if tensor.elements != 1:
+        return f"it has shape {list(tensor.shape)}, where one number is needed"
+    return None if tensor.dtype in (*_FORMS, "BF16") else f"it is in {tensor.dtype}, where a float is needed"
+
+
 def _number(header: Header, tensor: TensorInfo) -> float | None:
     """The value of a tensor of one float."""
-    if tensor.elements != 1:
+    if number_obstacle(tensor) is not None:
         return None
     raw = read_tensor_bytes(header, tensor, limit=8)
     if tensor.dtype == "BF16":
-        raw, form = b"\x00\x00" + raw, "<f"
-    elif tensor.dtype in _FORMS:
-        form = _FORMS[tensor.dtype]
-    else:
-        return None
-    return float(struct.unpack(form, raw)[0])
+        return float(struct.unpack("<f", b"\x00\x00" + raw)[0])
+    return float(struct.unpack(_FORMS[tensor.dtype], raw)[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,15 +15,16 @@ from slipcast.engine.codecs.base import Codec
 from slipcast.engine.devices import resolve_device
 from slipcast.engine.file_codec import file_codec
 from slipcast.engine.fp8_probe import probe_fp8
+from slipcast.engine.fp8_products import number_obstacle
 from slipcast.engine.model_tensors import model_tensors
-from slipcast.engine.module_precision import ModuleChoices, ModuleChooser
+from slipcast.engine.module_precision import ModuleChoices, ModuleChooser, WeightChoice
 from slipcast.engine.plan import Bytes, Decision, FileTensor, Origin, Plan, Request, Target
 from slipcast.engine.precision import Rules, decide_dtype, decide_fp8
 from slipcast.engine.reading import decide_mmap, decide_threads
 from slipcast.engine.saved_quantisation import saved_quantisation
 from slipcast.engine.targets import TargetMaker, refuse_other_kinds
 from slipcast.registry.errors import UnsupportedFormatError
-from slipcast.registry.header import Header
+from slipcast.registry.header import Header, TensorInfo
 from slipcast.registry.identify import Match
 from slipcast.registry.quantisation import count_formats
 from slipcast.registry.settings import Settings
@@ -104,7 +105,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         compute_dtype=dtype.engaged,
         modules=modules.modules,
         targets=targets,
-        tensors=tuple(_fates(match, targets, accounts)),
+        tensors=tuple(_fates(match, targets, accounts, modules.by_weight)),
         bytes=bytes_,
         verdict=weigh_verdict(bytes_, device, settings, fp8, match.family, lambda: planned("storage")[2]),
         notes=(*notes, *match.guesses, *match.everything.problems),
@@ -198,7 +199,9 @@ def _request(settings: Settings) -> Request:
     )
 
 
-def _fates(match: Match, targets: Sequence[Target], accounts: Accounts) -> Iterator[FileTensor]:
+def _fates(
+    match: Match, targets: Sequence[Target], accounts: Accounts, choices: Mapping[str, WeightChoice]
+) -> Iterator[FileTensor]:
     """What becomes of each tensor of the file: of the bundles that links hold, then of the rest."""
     takers: dict[str, list[Target]] = defaultdict(list)
     for target in targets:
@@ -221,7 +224,14 @@ def _fates(match: Match, targets: Sequence[Target], accounts: Accounts) -> Itera
         static = any(stored.name.endswith(f".{INPUT_SCALE}") for target in taking for stored in target.stored)
         for role, side in bundle.sides.items():
             if role == INPUT_SCALE and not static:
-                yield FileTensor(name=side.name, fate="dropped", reason=f"no product of {bundle.name} takes it")
+                why = _not_taken(side, [choices[target.name] for target in taking if target.name in choices])
+                yield FileTensor(name=side.name, fate="dropped", reason=f"no product of {bundle.name} takes it: {why}")
             else:
                 yield FileTensor(name=side.name, fate="side tensor", reason=f"{role} of {bundle.name}")
     yield from accounts.unused
+
+
+def _not_taken(scale: TensorInfo, choices: Sequence[WeightChoice]) -> str:
+    """Why no layer takes a scale of activations: what is wrong with it, or how the layers multiply."""
+    reasons = (number_obstacle(scale), *(choice.products.reason for choice in choices))
+    return "; ".join(dict.fromkeys(filter(None, reasons))) or "its products are in the compute dtype"

@@ -46,8 +46,11 @@ def test_a_whole_header(tmp_path: Path, name: str) -> None:
     if name in families:
         plan = slipcast.plan(path, device="cpu", dtype="bfloat16")
         assert sorted(tensor.name for tensor in plan.tensors) == sorted(record.tensors)
-        assert {tensor.fate for tensor in plan.tensors} <= {"loaded", "folded", "side tensor"}
-        assert not plan.dropped
+        assert {tensor.fate for tensor in plan.tensors} <= {"loaded", "folded", "side tensor", "dropped"}
+        unneeded = {tensor: reason for tensor, reason in plan.dropped.items() if _is_input_scale(tensor)}
+        assert all("no product" in reason for reason in unneeded.values())
+        named = {tensor.removeprefix(plan.origin.prefix) for tensor in plan.dropped.keys() - unneeded.keys()}
+        assert all(load_catalogue()[plan.origin.family].key_map.drop_reason(tensor) for tensor in named)
         return
     with pytest.raises(IdentificationError) as caught:
         slipcast.plan(path, device="cpu")
@@ -55,6 +58,10 @@ def test_a_whole_header(tmp_path: Path, name: str) -> None:
     for form in QUANTISED[name]:
         assert f"{form} " in caught.value.found
     assert "slipcast explain" in caught.value.hint
+
+
+def _is_input_scale(tensor: str) -> bool:
+    return tensor.endswith((".input_scale", ".scale_input"))
 
 
 def _narrow(name: str) -> Descriptions:

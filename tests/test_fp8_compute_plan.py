@@ -99,7 +99,35 @@ def test_a_scale_of_activations_that_can_t_be_used_is_not_taken(tmp_path: Path, 
 
 def test_in_storage_a_scale_of_activations_is_dropped_by_name(tmp_path: Path) -> None:
     plan = slipcast.plan(with_input_scale(tmp_path, 0.5), device="cpu", fp8="storage")
-    assert plan.dropped == {f"{QKV}.input_scale": f"no product of {QKV}.weight takes it"}
+    reason = f"no product of {QKV}.weight takes it: its products are in the compute dtype"
+    assert plan.dropped == {f"{QKV}.input_scale": reason}
+
+
+@pytest.mark.parametrize("mode", ["storage", "compute"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "odd"),
+    [
+        ((7,), torch.float32, "it has shape [7], where one number is needed"),
+        ((0,), torch.float32, "it has shape [0], where one number is needed"),
+        ((192, 64), torch.float32, "it has shape [192, 64], where one number is needed"),
+        ((), torch.int32, "it is in I32, where a float is needed"),
+        ((), torch.float8_e4m3fn, "it is in F8_E4M3, where a float is needed"),
+    ],
+)
+def test_what_is_wrong_with_a_scale_of_activations_is_said(tmp_path: Path, shape, dtype, odd: str, mode: str) -> None:
+    path = with_input_scale(tmp_path, 0.0, dtype, shape)
+    plan = slipcast.load(path, device="cpu", fp8=mode).report.plan
+    assert odd in plan.dropped[f"{QKV}.input_scale"]
+    for name in MODEL_QKV:
+        assert (odd in modules_of(plan)[name].reason) is (mode == "compute")
+        assert modules_of(plan)[name].activation_scale == ("row" if mode == "compute" else None)
+
+
+def test_a_calibrated_scale_of_a_layer_that_does_not_multiply_in_float8_is_dropped_with_the_reason(tmp_path: Path):
+    file = fp8_file(tiny_tensors(), QUANTISED)
+    file.native |= {f"{QKV}.input_scale": torch.tensor(0.5), "scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}
+    plan = slipcast.plan(file.write(tmp_path / "m.safetensors"), device="cpu", fp8="compute")
+    assert "its producer marks it for products in full precision" in plan.dropped[f"{QKV}.input_scale"]
 
 
 @pytest.mark.parametrize(("hints", "engaged"), [("follow", False), ("ignore", True)])
