@@ -178,6 +178,9 @@ class Precision(_Section):
     keep: Annotated[Mapping[Word, Several[Text]], *_Frozen] = Field(default_factory=FrozenMapping)
     """Modules that are never stored in float8, by role, in the model's names: `{time_embedding: [t_embedder]}`."""
 
+    forward_needs: Several[Text] = ()
+    """Of these the modules without which the forward fails in float8, as it looks at their weight's dtype."""
+
     keep_fp32: Several[Text] = ()
     """Modules that stay in float32, in the model's names."""
 
@@ -198,6 +201,18 @@ class Precision(_Section):
                     f"the role {role!r}", f"one of {', '.join(ROLES)}, or another word", f"did you mean {near!r}?"
                 )
         return keep
+
+    @model_validator(mode="after")
+    def _needed_is_kept(self) -> Precision:
+        kept = {place for places in self.keep.values() for place in places}
+        for place in self.forward_needs:
+            if place not in kept:
+                raise mistake(
+                    f"forward_needs names {place!r}, which keep does not",
+                    "entries of keep",
+                    did_you_mean(place, kept, "add it to keep"),
+                )
+        return self
 
 
 class Expect(_Section):

@@ -32,6 +32,17 @@ def test_a_minimal_file_has_the_defaults_of_the_language(tmp_path: Path) -> None
     assert [link.files for link in family.key_map.links(["a.weight"])] == [("a.weight",)]
 
 
+def test_what_the_forward_needs_is_kept(tmp_path: Path) -> None:
+    path = write_family(tmp_path)
+    kept = "precision:\n  keep: {other: [a.b]}\n  forward_needs: [a.b]\n"
+    path.write_text(path.read_text().replace("precision:\n", kept))
+    assert load_family_file(path).precision.forward_needs == ("a.b",)
+    path.write_text(path.read_text().replace("forward_needs: [a.b]", "forward_needs: [a.bb]"))
+    with pytest.raises(FamilyFileError, match="forward_needs names 'a.bb', which keep does not") as caught:
+        load_family_file(path)
+    assert caught.value.hint == "did you mean 'a.b'?"
+
+
 def test_how_a_family_is_run_and_sampled(tmp_path: Path) -> None:
     path = write_family(tmp_path)
     path.write_text(

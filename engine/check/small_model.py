@@ -143,19 +143,40 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     Raises:
         CheckError: the forward fails, gives no floats, or gives some that are not finite.
     """
-    arguments = make_inputs(inputs)
-    if "return_dict" in inspect.signature(model.forward).parameters:
-        arguments.setdefault("return_dict", False)
-    try:
-        with torch.no_grad():
-            given = model(**arguments)
-    except Exception as error:  # whatever a class of another library raises
-        raise _wrong(f"the forward fails: {type(error).__name__}: {error}") from error
+    given = _outputs(model, make_inputs(inputs))
     floats = [tensor.float().flatten() for tensor in _floats(given)]
     values = torch.cat(floats) if floats else torch.empty(0)
     if not values.numel() or not bool(torch.isfinite(values).all()):
         raise _wrong("the forward gives " + ("values that are not finite" if values.numel() else "no floats"))
     return values
+
+
+def output_dtypes(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """The dtypes of the floats that a forward gives, of inputs in bfloat16.
+
+    Raises:
+        CheckError: the forward fails.
+    """
+    given = _outputs(model, _in_bfloat16(make_inputs(inputs)))
+    return [str(tensor.dtype).removeprefix("torch.") for tensor in _floats(given)]
+
+
+def _in_bfloat16(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.bfloat16) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {name: _in_bfloat16(item) for name, item in value.items()}
+    return [_in_bfloat16(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _outputs(model: nn.Module, arguments: dict[str, Any]) -> Any:
+    if "return_dict" in inspect.signature(model.forward).parameters:
+        arguments.setdefault("return_dict", False)
+    try:
+        with torch.no_grad():
+            return model(**arguments)
+    except Exception as error:  # whatever a class of another library raises
+        raise _wrong(f"the forward fails: {type(error).__name__}: {error}") from error
 
 
 def _floats(value: Any) -> Iterator[torch.Tensor]:

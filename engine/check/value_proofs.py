@@ -1,51 +1,39 @@
-"""Proofs on a small model of the class: where values go, and what fp8 does to the outputs."""
+"""Proofs on a small model of the class: where values go, and what diffusers makes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from slipcast.engine.check.proof import Outcome, proved, skipped
 from slipcast.engine.check.small_model import (
     SmallFiles,
     Tensors,
     model_prefix,
-    random_values,
-    reference_model,
-    run,
     unique_values,
     write_files,
 )
 from slipcast.engine.check.subject import Built, Subject
 from slipcast.engine.convert import convert
-from slipcast.engine.loader import execute
-from slipcast.engine.planner import make_plan
 from slipcast.registry.errors import CheckError, SlipcastError
 from slipcast.registry.header import Shape
 from slipcast.registry.keymap.key_map import KeyMap
-from slipcast.registry.settings import resolve_settings
 from slipcast.registry.strict_yaml import Where
-
-Mode = Literal["storage", "compute"]
-
-_EQUAL = 1e-5
-"""Relative L2 within which two runs of the same values agree; threads may add in another order."""
 
 
 def prove_values(subject: Subject) -> Outcome:
     """Every element of a small model comes back from native names, and its configuration is inferred."""
     if subject.tiny is None:
-        return _no_tiny(subject)
+        return no_small_model(subject)
     try:
         files = write_files(subject.family, unique_values(subject.tiny), subject.scratch / "values")
         back = subject.scratch / "values" / "back.safetensors"
         convert(files.match, back, "diffusers", prefix=model_prefix(subject.family))
     except SlipcastError as problem:
-        raise _refuted(subject, "the small model can't be written and read back", problem) from problem
+        raise refuted_by(subject, "the small model can't be written and read back", problem) from problem
     _prove_inferred(subject, files)
     wrong = differing(load_file(back), load_file(files.in_model_names))
     if wrong:
@@ -77,7 +65,7 @@ def _prove_inferred(subject: Subject, files: SmallFiles) -> None:
 def prove_converter(subject: Subject) -> Outcome:
     """Where diffusers has a converter for the class, it puts every element where the key map does."""
     if subject.tiny is None:
-        return _no_tiny(subject)
+        return no_small_model(subject)
     converter = _converter(subject.family.model)
     if converter is None:
         return skipped("diffusers has no converter for the class")
@@ -85,7 +73,7 @@ def prove_converter(subject: Subject) -> Outcome:
     try:
         native = load_file(write_files(subject.family, values, subject.scratch / "converter").native)
     except SlipcastError as problem:
-        raise _refuted(subject, "the small model can't be written", problem) from problem
+        raise refuted_by(subject, "the small model can't be written", problem) from problem
     prefix = subject.family.prefixes[0]
     bare = {name.removeprefix(prefix): tensor for name, tensor in native.items()}
     of = ""
@@ -176,87 +164,13 @@ def differing(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
     ]
 
 
-def prove_forward(subject: Subject) -> Outcome:
-    """A small model runs as the class does, and in fp8 within the bound that the file states."""
-    tiny = subject.family.tiny
-    if subject.tiny is None or tiny is None:
-        return _no_tiny(subject)
-    values = random_values(subject.tiny)
-    try:
-        files = write_files(subject.family, values, subject.scratch / "forward")
-        plain = _load(subject, files, "off")
-        expected = run(reference_model(subject.family, files.match, values), tiny.inputs)
-    except SlipcastError as problem:
-        raise _refuted(subject, "the small model", problem, ("tiny",)) from problem
-    error = relative_error(run(plain, tiny.inputs), expected)
-    if differing(dict(plain.state_dict()), {**plain.state_dict(), **values}) or error > _EQUAL:
-        raise subject.refuted(
-            f"the loaded small model is not the one that was written: its outputs differ by {error:.2g}",
-            expected="the same model",
-            hint="see the proof 'values'; a tensor that no file holds may be made otherwise",
-            where=("tiny",),
-        )
-    fp8 = subject.family.precision.fp8
-    if not fp8.storage.supported:
-        return proved(f"runs as the class does; fp8 is not tried: {fp8.storage.reason}")
-    modes: list[Mode] = ["storage", "compute"] if fp8.compute.supported else ["storage"]
-    errors = [f"{mode} {_fp8_error(subject, files, expected, mode):.3f}" for mode in modes]
-    return proved(f"fp8 differs from float32 by {', '.join(errors)}, within {tiny.fp8_error:g}")
-
-
-def _fp8_error(subject: Subject, files: SmallFiles, expected: torch.Tensor, mode: Mode) -> float:
-    """How far the outputs in fp8 are from those in float32, if they are within the bound; on a CPU fp8 is emulated."""
-    tiny = subject.family.tiny
-    assert tiny is not None
-    where = ("precision", "fp8", mode)
-    try:
-        model = _load(subject, files, mode)
-        error = relative_error(run(model, tiny.inputs), expected)
-    except SlipcastError as problem:
-        raise subject.refuted(
-            f"the small model in fp8 {mode}: {problem.found}",
-            expected="a forward that runs as in float32",
-            hint="keep the modules that it fails in (precision.keep); some forwards look at a weight's dtype",
-            where=where,
-            items=problem.items,
-        ) from problem
-    if not any(tensor.dtype == torch.float8_e4m3fn for tensor in model.parameters()):
-        raise subject.refuted(
-            "no weight of the small model is stored in fp8",
-            expected=f"fp8 {mode}, which the file says is supported",
-            hint="correct precision.keep, or say why it is not_applicable",
-            where=where,
-        )
-    if error > tiny.fp8_error:
-        raise subject.refuted(
-            f"outputs in fp8 {mode} differ by {error:.3f} from float32, the file states {tiny.fp8_error:g}",
-            expected="a relative L2 distance within the bound",
-            hint="keep the modules that can't bear it (precision.keep), or correct the bound if it is too strict",
-            where=("tiny", "fp8_error"),
-        )
-    return error
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative L2 distance, in float64; infinite where the numbers of elements differ."""
-    if actual.shape != expected.shape:
-        return float("inf")
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
-
-
-def _load(subject: Subject, files: SmallFiles, fp8: str) -> nn.Module:
-    """Load the native file through a plan, in float32, whatever the user's settings are."""
-    call = {"device": "cpu", "dtype": "float32", "fp8": fp8}
-    nowhere = subject.scratch
-    settings = resolve_settings(call, environ={}, cwd=nowhere, user_folder=nowhere).values
-    return execute(make_plan(files.match, settings), files.match.header)
-
-
-def _no_tiny(subject: Subject) -> Outcome:
+def no_small_model(subject: Subject) -> Outcome:
+    """Why a proof that needs a small model is not led."""
     return skipped("the family file has no section tiny" if subject.family.tiny is None else "it can't be built")
 
 
-def _refuted(subject: Subject, what: str, problem: SlipcastError, where: Where = ("keys",)) -> CheckError:
+def refuted_by(subject: Subject, what: str, problem: SlipcastError, where: Where = ("keys",)) -> CheckError:
+    """The refutation that an error of the small model is."""
     return subject.refuted(
         f"{what}: {problem.found}",
         expected=problem.expected,
