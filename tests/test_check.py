@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from slipcast.engine.check import forward_proofs, run, value_proofs
+from slipcast.engine.check import forward_proofs, value_proofs
 from slipcast.engine.check.proof import Proof
 from slipcast.engine.check.records import Records, recorded_headers
 from slipcast.engine.check.run import PROOFS, check_families, lead_proof
@@ -62,7 +62,7 @@ def test_every_proof_holds_of_a_built_in_family() -> None:
 
 
 def test_all_families_are_proven_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "PROOFS", {})
+    monkeypatch.setattr("slipcast.engine.check.run.PROOFS", {})
     assert [family.id for family in check_families(())] == list(load_catalogue())
 
 

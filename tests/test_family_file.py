@@ -38,7 +38,7 @@ def test_what_the_forward_needs_is_kept(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("precision:\n", kept))
     assert load_family_file(path).precision.forward_needs == ("a.b",)
     path.write_text(path.read_text().replace("forward_needs: [a.b]", "forward_needs: [a.bb]"))
-    with pytest.raises(FamilyFileError, match="forward_needs names 'a.bb', which keep does not") as caught:
+    with pytest.raises(FamilyFileError, match=r"forward_needs names 'a\.bb', which keep does not") as caught:
         load_family_file(path)
     assert caught.value.hint == "did you mean 'a.b'?"
 
