@@ -30,7 +30,7 @@ def read_checkpoint(path: str | Path, *, limit_mib: int = 100) -> Checkpoint:
 
     A folder with a ``model_index.json`` is a pipeline: one header for each of its components that has weights. Of a
     component that lies there in several variants (``model.safetensors``, ``model.fp16.safetensors``) the plain one is
-    taken; a file of another variant can be named itself.
+    taken; a file of another variant can be named itself. Any other folder is the one model in it.
 
     Args:
         path: a .safetensors or .gguf file, a .safetensors.index.json, a component's folder or a pipeline's folder.

@@ -6,12 +6,10 @@ import os
 from pathlib import Path
 
 from slipcast.registry.errors import HeaderError, SlipcastError, UnsupportedFileError
-from slipcast.registry.foreign_files import PICKLE_SUFFIXES
 from slipcast.registry.sharded import is_index_name, read_weight_map
 from slipcast.registry.untrusted_files import list_folder
-from slipcast.registry.weight_files import choose_weights
+from slipcast.registry.weight_files import choose_weights, is_weights
 
-_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".gguf"}
 _MOST_FOLDERS = 10_000
 _MOST_CHECKPOINTS = 1_000
 
@@ -58,17 +56,12 @@ def _look_into(folder: Path, limit_mib: int) -> tuple[list[Path], list[Path]]:
     if "model_index.json" in names or ("config.json" in names and _is_one_model(folder, names, limit_mib)):
         return [folder], []
     listed = {shard for name in names if is_index_name(name) for shard in _shards(folder / name, limit_mib)}
-    files = [folder / name for name in names if _is_weights(Path(name)) and name not in listed]
+    files = [folder / name for name in names if is_weights(name) and name not in listed]
     folders = [folder / name for name in names if not name.startswith(".")]
     return (
         [path for path in files if not path.is_dir()],
         [path for path in folders if path.is_dir() and not os.path.islink(path)],  # noqa: PTH114 - never raises
     )
-
-
-def _is_weights(name: Path) -> bool:
-    """Whether a name is one of weights; of those that are refused, too."""
-    return name.suffix.lower() in _SUFFIXES or is_index_name(name.name)
 
 
 def _is_one_model(folder: Path, names: list[str], limit_mib: int) -> bool:

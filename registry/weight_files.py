@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from slipcast.registry.errors import SlipcastError, UnsupportedFileError
 from slipcast.registry.foreign_files import PICKLE_SUFFIXES, foreign_name
@@ -10,7 +11,7 @@ from slipcast.registry.sharded import index_stem, is_index_name, read_weight_map
 from slipcast.registry.untrusted_files import list_folder
 
 _SUFFIX = ".safetensors"
-_FOREIGN_SUFFIXES = PICKLE_SUFFIXES | {".gguf"}
+_GGUF = ".gguf"
 
 
 def holds_weights(folder: Path) -> bool:
@@ -19,13 +20,14 @@ def holds_weights(folder: Path) -> bool:
     Raises:
         HeaderError: the folder may not be read.
     """
-    return any(_is_weights(name) or _is_foreign(name) for name in list_folder(folder))
+    return any(is_weights(name) for name in list_folder(folder))
 
 
 def choose_weights(folder: Path, names: list[str], limit_mib: int) -> str:
     """The name of the one file or index in ``folder`` that stands for its model.
 
     Files that an index lists belong to it. Where ``a`` and ``a.fp16`` are there, ``a.fp16`` is a variant of ``a``.
+    Pickles beside a model are passed over.
 
     Args:
         folder: the folder.
@@ -37,10 +39,11 @@ def choose_weights(folder: Path, names: list[str], limit_mib: int) -> str:
         HeaderError: an index can't be read.
     """
     indexes = [name for name in names if is_index_name(name)]
-    files = [name for name in names if name.lower().endswith(_SUFFIX)]
+    files = [name for name in names if _has(name, _SUFFIX)]
     listed = {shard for index in indexes for shard in read_weight_map(folder / index, limit_mib=limit_mib).values()}
     single = [name for name in files if shard_total(name) <= 1 and name not in listed]
-    models = [(index_stem(name), name) for name in indexes] + [(name[: -len(_SUFFIX)], name) for name in single]
+    models = [(index_stem(name), name) for name in indexes]
+    models += [(Path(name).stem, name) for name in [*single, *(name for name in names if _has(name, _GGUF))]]
     stems = {stem for stem, _ in models}
     plain = [name for stem, name in models if not _is_variant(stem, stems)]
     if len(plain) == 1:
@@ -48,25 +51,38 @@ def choose_weights(folder: Path, names: list[str], limit_mib: int) -> str:
     raise _no_choice(folder, names, files, plain)
 
 
+def model_of_folder(folder: Path, *, limit_mib: int = 100) -> Path | None:
+    """The file or index that stands for a folder's model, as ``choose_weights`` says; None where that is refused."""
+    try:
+        return folder / choose_weights(folder, list_folder(folder), limit_mib)
+    except SlipcastError:
+        return None
+
+
 def _is_variant(stem: str, stems: set[str]) -> bool:
     base, dot, _ = stem.rpartition(".")
     return bool(dot) and base in stems
 
 
-def _is_weights(name: str) -> bool:
-    return name.lower().endswith(_SUFFIX) or is_index_name(name)
+def is_weights(name: str) -> bool:
+    """Whether a name is one of weights; of those that are refused, too."""
+    return _has(name, _SUFFIX) or _has(name, _GGUF) or is_index_name(name) or _is_pickle(name)
 
 
-def _is_foreign(name: str) -> bool:
-    return Path(name).suffix.lower() in _FOREIGN_SUFFIXES
+def _has(name: str, suffix: str) -> bool:
+    return name.lower().endswith(suffix)
+
+
+def _is_pickle(name: str) -> bool:
+    return Path(name).suffix.lower() in PICKLE_SUFFIXES
 
 
 def _no_choice(folder: Path, names: list[str], files: list[str], plain: list[str]) -> SlipcastError:
     if plain:
         return UnsupportedFileError(
             f"the folder holds {len(plain)} models",
-            expected="one safetensors file, or one index with its shards",
-            hint="Name the file that you mean.",
+            expected="one safetensors or GGUF file, or one index with its shards",
+            hint=f"Name the file that you mean; 'slipcast inspect {quote(str(folder))}' says what each is.",
             path=folder,
             items=plain,
         )
@@ -78,11 +94,12 @@ def _no_choice(folder: Path, names: list[str], files: list[str], plain: list[str
             path=folder,
             items=files,
         )
-    foreign = [name for name in names if _is_foreign(name)]
-    refused = foreign_name(folder / foreign[0]) if foreign else None
+    pickles = [name for name in names if _is_pickle(name)]
+    refused = foreign_name(folder / pickles[0]) if pickles else None
     return refused or UnsupportedFileError(
         "the folder holds no model",
-        expected="a safetensors file, an index with its shards, or a model_index.json with the components' folders",
+        expected="a safetensors or GGUF file, an index with its shards, or a model_index.json with the components' "
+        "folders",
         hint="Name the folder or the file with the weights.",
         path=folder,
     )

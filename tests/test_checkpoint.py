@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from slipcast.registry.checkpoint import read_checkpoint, read_tensor_bytes
 from slipcast.registry.errors import HeaderError, UnsupportedFileError
+from slipcast.registry.weight_files import model_of_folder
 from support.recorded import write_checkpoint
 
 WEIGHTS = {"a.weight": ("F32", (2, 3)), "b": ("BF16", (4,)), "c": ("U8", (3,))}
@@ -149,7 +152,7 @@ def test_a_variant_alone_is_the_model(tmp_path):
 def test_several_unrelated_files_are_listed(tmp_path, names):
     error = refused(write(tmp_path, *names))
     assert "holds 2 models" in error.found
-    assert error.hint == "Name the file that you mean."
+    assert error.hint == f"Name the file that you mean; 'slipcast inspect {tmp_path}' says what each is."
     assert error.items == names
 
 
@@ -171,6 +174,21 @@ def test_a_folder_with_pickles_only(tmp_path):
     error = refused(tmp_path)
     assert "pickle" in error.found
     assert error.path == str(tmp_path / "pytorch_model.bin")
+
+
+def test_a_folder_with_one_gguf_file_is_that_model(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model-Q8_0.gguf", "any")
+    writer.add_tensor("a.weight", np.ones((2, 3), dtype=np.float32))
+    for write_part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write_part()
+    writer.close()
+    header = read_checkpoint(tmp_path).headers[""]
+    assert (header.container, header.files) == ("gguf", (tmp_path / "model-Q8_0.gguf",))
+    assert model_of_folder(tmp_path) == tmp_path / "model-Q8_0.gguf"
+    error = refused(write(tmp_path, "model.safetensors"))
+    assert error.items == ("model.safetensors", "model-Q8_0.gguf")
+    assert "GGUF" in error.expected
+    assert model_of_folder(tmp_path) is None
 
 
 def test_pickles_beside_safetensors_are_left_alone(tmp_path):

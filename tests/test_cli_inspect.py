@@ -100,10 +100,27 @@ def test_each_checkpoint_of_a_folder_is_inspected(folder, model):
     assert (second["path"], second["error"]) == (str(below / "lora.safetensors"), "IdentificationError")
     assert "looks like an adapter" in second["found"]
 
-    heading, _, known, unknown = output_of("inspect", folder).splitlines()
+    assert answer["taken"] == str(model)
+
+    heading, _, known, unknown, more, taken = output_of("inspect", folder).splitlines()
     assert heading == f"{folder}: 2 checkpoints"
     assert known.split()[:3] == ["model.safetensors", "z-image,", "variant"]
     assert unknown.split()[:2] == ["more/below/lora.safetensors", "unknown"]
+    assert unknown.endswith("…")
+    assert len(unknown) < 160
+    assert more.endswith(f": slipcast inspect {below / 'lora.safetensors'}")
+    assert "the folder stands for model.safetensors" in taken
+    assert json_of("plan", folder)["origin"] == json_of("plan", model)["origin"]
+
+
+def test_a_folder_of_several_is_not_one_model_for_any_command(folder, model):
+    (folder / "other.gguf").write_bytes(b"GGUF")
+    answer = json_of("inspect", folder, exit_code=1)
+    assert answer["taken"] is None
+    error = json_of("load", folder, exit_code=2)
+    assert [str(folder / name) for name in error["items"]] == [entry["path"] for entry in answer["checkpoints"]]
+    assert "says what each is" in error["hint"]
+    assert run("inspect", folder).stdout.splitlines()[-1].endswith("name it: the folder is not one model.")
 
 
 def test_what_can_not_be_read_is_listed_with_its_reason(folder, model):

@@ -50,7 +50,8 @@ def test_the_plan_stands_beside_the_outcome(model):
     text = output_of("load", model, *OPTIONS)
     size = json_of("plan", model, *OPTIONS)["bytes"]["resident"]
     (resident,) = [line for line in text.splitlines() if line.startswith("  resident")]
-    assert resident.count(f"({size:,} bytes)") == 2
+    assert resident.split() == ["resident", f"{size:,}", f"{size:,}", f"{size / 2**20:.1f}"]
+    assert "device peak" not in text
     assert text.splitlines()[-1] == "The outcome is what was planned."
 
 

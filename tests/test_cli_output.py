@@ -18,6 +18,7 @@ from slipcast.cli.output import (
     prepare_streams,
     printable,
     progress_bar,
+    shorten,
     write,
     write_facts,
     write_heading,
@@ -149,8 +150,15 @@ def test_a_terminal_gets_a_bar_on_standard_error(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "short"), [("short", "short"), ("one two, three", "one two…"), ("x" * 20, "x" * 11 + "…")]
+)
+def test_long_texts_are_cut_at_a_space(text, short):
+    assert shorten(text, 12) == short
+
+
 def test_sizes():
-    assert mebibytes(6_173_702_528) == "5,887.7 MiB"
+    assert mebibytes(6_173_702_528) == "5,887.7"
     assert exact_bytes(6_173_702_528) == "6,173,702,528 bytes"
 
 

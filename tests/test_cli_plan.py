@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from support.command_line import json_of, output_of
 from support.isolation import isolate
 from support.recorded import recorded, write_checkpoint
-from support.tiny_z_image import tiny_tensors, write_native
+from support.tiny_z_image import natively, tiny_tensors, write_native
 
 PREFIX = "model.diffusion_model."
 KEPT = {"t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1"}
@@ -56,7 +58,9 @@ def test_what_people_read(model):
     title = text.splitlines()[0]
     assert title == "z-image, variant base: diffusers.ZImageTransformer2DModel on cpu, computed in bfloat16"
     assert rows_of(text, "Settings")["fp8"] == ["storage", "storage", "as requested"]
-    assert rows_of(text, "Bytes")["resident"][1] == f"{plan['bytes']['resident']:,}"
+    size = plan["bytes"]["resident"]
+    assert rows_of(text, "Bytes")["resident"] == [f"{size / 2**20:.1f}", f"{size:,}"]
+    assert "device peak" not in rows_of(text, "Bytes")
     modules = rows_of(text, "Modules")
     assert modules["layers.{0…2}.attention.to_q"] == ["3 × fp8", "Linear"]
     assert modules["layers.{0…2}.attention_norm1"] == ["3 × bfloat16", "RMSNorm"]
@@ -65,6 +69,24 @@ def test_what_people_read(model):
         "the family keeps its time embedding in the compute dtype",
     ]
     assert "Verdict" not in text
+
+
+def test_the_peak_of_a_device_that_has_memory_of_its_own(model):
+    assert "device peak" in rows_of(output_of("plan", model, "--device", "cuda:8.6,12GiB"), "Bytes")
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 side tensor"), (2, "2 side tensors")])
+def test_side_tensors_are_counted(folder, count, said):
+    codes = {f"layers.{index}.feed_forward.w2" for index in range(count)}
+    tensors = natively(tiny_tensors())
+    for name in codes:
+        tensors |= {
+            f"{name}.weight": tensors[f"{name}.weight"].to(torch.float8_e4m3fn),
+            f"{name}.scale_weight": torch.ones(1),
+        }
+    save_file(tensors, folder / "model.safetensors")
+    text = output_of("plan", folder / "model.safetensors")
+    assert re.search(rf"^  tensors +\d+ loaded, {said}$", text, re.MULTILINE)
 
 
 def test_every_module_stands_in_the_table(model):

@@ -145,8 +145,9 @@ def test_settings():
 def test_a_folder_of_checkpoints(folder, model):
     (folder / "odd.safetensors").write_bytes(b"")
     real = json_of("inspect", folder, exit_code=1)
-    assert list(real) == ["path", "checkpoints"]
-    assert "the document has `path` and `checkpoints`" in SECTIONS["inspect"]
+    assert list(real) == ["path", "taken", "checkpoints"]
+    assert "the document has `path`; `checkpoints`, a list" in SECTIONS["inspect"]
+    assert "and `taken`, the path" in SECTIONS["inspect"]
     error, answer = real["checkpoints"]
     assert error.keys() == documented("Errors")[0]
     assert answer.keys() == documented("inspect")[0]

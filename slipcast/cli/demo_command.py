@@ -81,7 +81,7 @@ def _write_picture(comparison: Comparison, out: Path, overwrite: bool) -> None:
 
 
 def _title(drawn: Drawn, samples: int) -> str:
-    return f"{drawn.storage},  {mebibytes(drawn.report.resident)},  {drawn.recognised} of {samples} recognised"
+    return f"{drawn.storage},  {mebibytes(drawn.report.resident)} MiB,  {drawn.recognised} of {samples} recognised"
 
 
 def _difference(comparison: Comparison) -> str:
@@ -90,7 +90,7 @@ def _difference(comparison: Comparison) -> str:
 
 def _write(comparison: Comparison, out: Path) -> None:
     found, plan = comparison.inspection, comparison.unquantised.plan
-    write_heading(f"{found.path.name}: {found.main.family}, {found.main.layout} names, {mebibytes(found.nbytes)}")
+    write_heading(f"{found.path.name}: {found.main.family}, {found.main.layout} names, {mebibytes(found.nbytes)} MiB")
     write_facts(
         [
             ("device", plan.device),

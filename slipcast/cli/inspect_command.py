@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -15,6 +16,7 @@ from slipcast.cli.output import (
     exact_bytes,
     mebibytes,
     progress_bar,
+    shorten,
     write,
     write_facts,
     write_heading,
@@ -24,6 +26,10 @@ from slipcast.cli.output import (
 from slipcast.registry.checkpoint_search import find_checkpoints
 from slipcast.registry.errors import IdentificationError, SlipcastError
 from slipcast.registry.inspection import Component, Inspection
+from slipcast.registry.weight_files import model_of_folder
+
+_MOST_LETTERS = 72
+"""Of what is said of a file in a table."""
 
 
 @click.command("inspect")
@@ -33,8 +39,8 @@ from slipcast.registry.inspection import Component, Inspection
 def command(path: Path, assignments: tuple[str, ...], as_json: bool) -> int:
     """Say what a checkpoint is: family, variant, layout, prefix, formats, components, size, evidence.
 
-    PATH is a .safetensors file, an index of shards, a component's folder or a pipeline's folder. In any other folder
-    each checkpoint is inspected, in the folders below as well. No weight is read.
+    PATH is a .safetensors or .gguf file, an index of shards, a component's folder or a pipeline's folder. In any other
+    folder each checkpoint is inspected, in the folders below as well. No weight is read.
 
     \b
     Examples:
@@ -74,15 +80,27 @@ def _inspect_all(folder: Path, paths: list[Path], settings: Mapping[str, Any], a
             except SlipcastError as error:
                 answers[path] = error
             progress(len(answers), len(paths))
+    taken = model_of_folder(folder)
     if as_json:
         checkpoints = [{**answer.to_dict(), "path": str(path)} for path, answer in answers.items()]
-        write_json({"path": str(folder), "checkpoints": checkpoints})
+        write_json({"path": str(folder), "taken": None if taken is None else str(taken), "checkpoints": checkpoints})
     else:
-        write_heading(f"{folder}: {len(paths)} checkpoint{'' if len(paths) == 1 else 's'}")
-        columns = ("checkpoint", "family", "layout", "formats", "size")
-        write_table(columns, (_row(folder, path, answer) for path, answer in answers.items()), right=("size",))
+        _write_all(folder, answers, taken)
     unread = [answer for answer in answers.values() if isinstance(answer, SlipcastError) and not _was_read(answer)]
     return INCOMPLETE if unread else DONE
+
+
+def _write_all(folder: Path, answers: Mapping[Path, Inspection | SlipcastError], taken: Path | None) -> None:
+    write_heading(f"{folder}: {len(answers)} checkpoint{'' if len(answers) == 1 else 's'}")
+    columns = ("checkpoint", "family", "layout", "formats", "MiB")
+    write_table(columns, (_row(folder, path, answer) for path, answer in answers.items()), right=("MiB",))
+    refused = [path for path, answer in answers.items() if isinstance(answer, SlipcastError)]
+    if refused:
+        write(f"To see all that is known of one, and what to do about it: slipcast inspect {quote(str(refused[0]))}")
+    if taken is None:
+        write("To plan, load or convert one of them, name it: the folder is not one model.")
+    else:
+        write(f"To plan, load or convert, the folder stands for {taken.name}; name another to have that.")
 
 
 def _was_read(error: SlipcastError) -> bool:
@@ -93,7 +111,7 @@ def _was_read(error: SlipcastError) -> bool:
 def _row(folder: Path, path: Path, answer: Inspection | SlipcastError) -> tuple[str, ...]:
     name = str(path.relative_to(folder))
     if isinstance(answer, SlipcastError):
-        return name, "unknown" if _was_read(answer) else "unreadable", "", answer.found, ""
+        return name, "unknown" if _was_read(answer) else "unreadable", "", shorten(answer.found, _MOST_LETTERS), ""
     return name, _family(answer.main), answer.main.layout or "", _formats(answer.formats), mebibytes(answer.nbytes)
 
 
@@ -105,7 +123,7 @@ def _write_inspection(found: Inspection) -> None:
         [
             *main,
             ("formats", _formats(found.formats)),
-            ("size", f"{mebibytes(found.nbytes)} ({exact_bytes(found.nbytes)}) in {found.tensors} tensors"),
+            ("size", f"{mebibytes(found.nbytes)} MiB ({exact_bytes(found.nbytes)}) in {found.tensors} tensors"),
             ("container", found.container),
             ("evidence", found.evidence),
             ("guesses", found.guesses),
@@ -118,12 +136,12 @@ def _write_inspection(found: Inspection) -> None:
 
 
 def _write_components(components: Iterable[Component]) -> None:
-    columns = ("component", "kind", "family", "layout", "formats", "size")
+    columns = ("component", "kind", "family", "layout", "formats", "MiB")
     rows = (
         (part.name, part.kind, _family(part), _layout(part), _formats(part.formats), mebibytes(part.nbytes))
         for part in components
     )
-    write_table(columns, rows, right=("size",))
+    write_table(columns, rows, right=("MiB",))
 
 
 def _family(component: Component) -> str:

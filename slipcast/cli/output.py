@@ -156,9 +156,17 @@ def discard_output() -> None:
         sys.stdout = io.StringIO()
 
 
+def shorten(text: str, letters: int) -> str:
+    """A text that has no more than so many letters, cut at a space."""
+    if len(text) <= letters:
+        return text
+    words, space, _ = text[:letters].rpartition(" ")
+    return f"{words.rstrip(',;:') if space else text[: letters - 1]}…"
+
+
 def mebibytes(count: int) -> str:
-    """Bytes in MiB, to a tenth."""
-    return f"{count / _MIB:,.1f} MiB"
+    """Bytes in MiB, to a tenth, without the unit."""
+    return f"{count / _MIB:,.1f}"
 
 
 def exact_bytes(count: int) -> str:

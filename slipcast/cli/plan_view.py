@@ -18,6 +18,11 @@ _SECTIONS = (
     ("folded", "Folded: dequantised, then cast once"),
     ("synthesised", "Synthesised: in the model, not from a tensor of its own in the file"),
 )
+_FATES = {
+    "side tensor": ("side tensor", "side tensors"),
+    "other component": ("tensor of another component", "tensors of other components"),
+}
+"""How one, and several, of a fate are called that is no adjective."""
 
 
 def write_plan(plan: Plan) -> None:
@@ -55,13 +60,23 @@ def write_report(report: Report) -> None:
     )
     write_settings(plan)
     write()
-    rows = [
-        ("resident", _size(plan.bytes.resident), _size(report.resident)),
-        ("device peak", _size(plan.bytes.device_peak), _measured(report.device_peak)),
-        ("host peak, anonymous", _size(plan.bytes.host_peak_anonymous), _measured(report.host_peak_anonymous)),
-    ]
+    outcome = {
+        "resident": report.resident,
+        "device peak": report.device_peak,
+        "host peak, anonymous": report.host_peak_anonymous,
+    }
+    rows = (
+        (
+            name,
+            f"{count:,}",
+            *(("not measured", "") if (got := outcome[name]) is None else (f"{got:,}", mebibytes(got))),
+        )
+        for name, count in _predicted(plan).items()
+        if name in outcome
+    )
     write_heading("Bytes")
-    write_table(("", "planned", "outcome"), rows, right=("planned", "outcome"))
+    columns = ("planned", "outcome", "outcome in MiB")
+    write_table(("", *columns), rows, right=columns)
     write()
     if report.differences:
         write_heading("The outcome differs from the plan")
@@ -93,7 +108,7 @@ def _origin(plan: Plan) -> str:
 
 def _fates(plan: Plan) -> str:
     counts = Counter(tensor.fate for tensor in plan.tensors)
-    return ", ".join(f"{count} {fate}" for fate, count in counts.most_common())
+    return ", ".join(f"{count} {_FATES.get(fate, (fate, fate))[count != 1]}" for fate, count in counts.most_common())
 
 
 def _precisions(plan: Plan) -> str:
@@ -103,14 +118,19 @@ def _precisions(plan: Plan) -> str:
 def _write_bytes(plan: Plan) -> None:
     write()
     write_heading("Bytes")
-    named = {
+    rows = ((name, mebibytes(count), f"{count:,}") for name, count in _predicted(plan).items())
+    write_table(("", "MiB", "bytes"), rows, right=("MiB", "bytes"))
+
+
+def _predicted(plan: Plan) -> dict[str, int]:
+    """The predicted bytes by name; the peak of a device only where that has memory of its own."""
+    peak = {} if plan.device == "cpu" else {"device peak": plan.bytes.device_peak}
+    return {
         "resident": plan.bytes.resident,
-        "device peak": plan.bytes.device_peak,
+        **peak,
         "host peak, anonymous": plan.bytes.host_peak_anonymous,
         "read from the file": plan.bytes.read,
     }
-    rows = ((name, mebibytes(count), f"{count:,}") for name, count in named.items())
-    write_table(("", "MiB", "bytes"), rows, right=("MiB", "bytes"))
 
 
 def _write_modules(plan: Plan) -> None:
@@ -139,8 +159,4 @@ def _write_reasons(heading: str, reasons: Mapping[str, str]) -> None:
 
 
 def _size(count: int) -> str:
-    return f"{mebibytes(count)} ({exact_bytes(count)})"
-
-
-def _measured(count: int | None) -> str:
-    return "not measured" if count is None else _size(count)
+    return f"{mebibytes(count)} MiB ({exact_bytes(count)})"
