@@ -23,6 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 from typing_extensions import TypeAliasType
 
+from slipcast.registry.forms import of_form
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.runtime import Runtime, Sampling, VariantSampling
 from slipcast.registry.tiny import Tiny
@@ -51,12 +52,20 @@ Named = Annotated[Mapping[str, Item], *_Frozen]
 
 _ID = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _CLASS = r"(diffusers|transformers)\.[A-Z][A-Za-z0-9_]*"
+_ID_FORM = "an id: small letters and digits, parted by dots or hyphens"
+_CLASS_FORM = "a class: diffusers.Name or transformers.Name"
 Text = Annotated[str, StringConstraints(min_length=1)]
-Id = Annotated[str, StringConstraints(pattern=f"^{_ID}$")]
-ClassName = Annotated[str, StringConstraints(pattern=f"^{_CLASS}$")]
-Companion = Annotated[str, StringConstraints(pattern=f"^({_ID}(/{_ID})?|{_CLASS})$")]
-FileStem = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Word = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+Id = Annotated[str, *of_form(f"^{_ID}$", _ID_FORM)]
+ClassName = Annotated[str, *of_form(f"^{_CLASS}$", _CLASS_FORM)]
+Companion = Annotated[str, *of_form(f"^({_ID}(/{_ID})?|{_CLASS})$", f"{_ID_FORM}, or ID/VARIANT; or {_CLASS_FORM}")]
+FileStem = Annotated[
+    str,
+    *of_form(
+        r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        "a record's name without .json: letters, digits, dots, hyphens and underscores",
+    ),
+]
+Word = Annotated[str, *of_form(r"^[a-z][a-z0-9_]*$", "a word of small letters, digits and underscores")]
 KeyEntry = TypeAliasType("KeyEntry", Text | int | Mapping[str, "KeyEntry"])  # type: ignore[misc]
 
 

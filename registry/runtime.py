@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from slipcast.registry.forms import of_form
 from slipcast.registry.validation import mistake
 
 _Text = Annotated[str, StringConstraints(min_length=1)]
-_Argument = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
-_Pipeline = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$")]
+_Argument = Annotated[str, *of_form(r"^[a-z][a-z0-9_]*$", "the name of an argument")]
+_Pipeline = Annotated[str, *of_form(r"^[A-Z][A-Za-z0-9]*$", "the name of a pipeline's class, without its library")]
 
 
 class _Section(BaseModel):

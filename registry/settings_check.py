@@ -8,7 +8,7 @@ from typing import Any
 
 from slipcast.registry.errors import SettingsError
 from slipcast.registry.settings_layers import Layer, mistake_at, nest
-from slipcast.registry.settings_model import NOT_PER_MODEL, Settings
+from slipcast.registry.settings_model import NOT_PER_MODEL, Settings, setting_names
 from slipcast.registry.strict_yaml import Where
 from slipcast.registry.validation import Place, validate
 
@@ -22,6 +22,7 @@ def check_layer(layer: Layer, defaults: Layer) -> None:
         SettingsError: with the file and line of an unknown setting, a wrong value, or a reference that is not allowed.
     """
     _check_references(layer.values, layer.locate, ())
+    _refuse_flattened(layer.values, layer.name == "call", layer.locate, ())
     _check_values(layer.values, defaults, layer.locate, ())
     entries = layer.values.get("models")
     if not isinstance(entries, Mapping):
@@ -41,7 +42,27 @@ def check_layer(layer: Layer, defaults: Layer) -> None:
                 "move it to the top of the file",
             )
         _check_references(entry, layer.locate, where)
+        _refuse_flattened(entry, False, layer.locate, where)
         _check_values(entry, defaults, layer.locate, where)
+
+
+def _refuse_flattened(
+    values: Mapping[str, Any], in_call: bool, locate: Callable[[Where], Place], around: Where
+) -> None:
+    """Refuse ``fp8_remainder``, as a setting in a section is often called, with the form that works."""
+    flattened = {key.replace(".", "_"): key for key in setting_names() if "." in key}
+    for name, value in values.items():
+        if name in flattened:
+            section, _, inner = flattened[name].partition(".")
+            nested = f"{section}: {{{inner}: {value}}}"
+            called = f"{section}={{{inner!r}: {value!r}}} in Python, {section}.{inner}={value} on a command line"
+            raise mistake_at(
+                locate,
+                (*around, name),
+                f"unknown field {name!r}",
+                f"the setting {inner} of the section {section}",
+                f"write {called if in_call else nested}",
+            )
 
 
 def _check_values(values: Mapping[str, Any], defaults: Layer, locate: Callable[[Where], Place], around: Where) -> None:

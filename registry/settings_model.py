@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, Strict, StringConstraints
 
+from slipcast.registry.forms import of_form
 from slipcast.registry.frozen import FrozenMapping
 
 SCHEMA_VERSION = 1
@@ -16,7 +17,14 @@ PROJECT_FILE = "slipcast.yaml"
 _CARD = r"cuda:\d{1,2}\.\d, *\d+(\.\d+)? *(GiB|GB|MiB)"
 Text = Annotated[str, StringConstraints(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Strict(False)]
-Device = Annotated[str, StringConstraints(pattern=rf"^(auto|cpu|cuda|cuda:\d+|{_CARD})$")]
+Device = Annotated[
+    str,
+    *of_form(
+        rf"^(auto|cpu|cuda|cuda:\d+|{_CARD})$",
+        "auto, cpu, cuda, cuda:N, or for plans a card that is not there by its compute capability and memory: "
+        "cuda:8.6,12GiB",
+    ),
+]
 Entries = Annotated[
     Mapping[str, Mapping[str, Any]],
     AfterValidator(FrozenMapping),

@@ -133,6 +133,8 @@ def _problem(model: type[BaseModel], where: Where, item: Any) -> _Problem:
         if item["loc"][-1:] == ("[key]",)
         else f"{dotted(where) or 'the document'} is {shown(value)}"
     )
+    if item["type"] == "form":
+        return _Problem(where, found, item["ctx"]["form"], "correct it")
     if item["type"] == "literal_error":
         words = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         expected = f"one of {', '.join(words)}" if words else message

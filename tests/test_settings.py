@@ -236,12 +236,15 @@ def test_folders_are_relative_to_what_names_them(machine: Machine, monkeypatch: 
         ("fp8: stroage\n", 1, "fp8.mode", "fp8.mode is 'stroage'", "one of auto, off, storage, compute", "'storage'"),
         ("fp8: false\n", 1, "fp8.mode", "fp8.mode is false", "one of auto, off,", "write one of these"),
         ("\nfp8.mode: off\n", 2, "fp8.mode", "the name 'fp8.mode' in a file", "as in 'fp8: {mode: ...}'", "nest it"),
+        ("fp8_mode: off\n", 1, "fp8_mode", "unknown field 'fp8_mode'", "mode of the section fp8", "fp8: {mode: off}"),
+        ("models:\n  a: {fp8_hints: ignore}\n", 2, "models.a.fp8_hints", "unknown field 'fp8_hints'", "section fp8",
+         "write fp8: {hints: ignore}"),
         ("mmap: off\n", 1, "mmap", "mmap is 'off'", "valid boolean", "correct it"),
         ("chunk_mib: 0\n", 1, "chunk_mib", "chunk_mib is 0", "greater than or equal to 1: Size in MiB", "correct it"),
         ("chunk_mib: 1.5\n", 1, "chunk_mib", "chunk_mib is 1.5", "valid integer", "correct it"),
         ("chunk_mib: true\n", 1, "chunk_mib", "chunk_mib is true", "valid integer", "correct it"),
         ("device: gpu\n", 1, "device", "device is 'gpu'", "auto, cpu, cuda, cuda:N", "correct it"),
-        ("device:\n", 1, "device", "device is empty", "valid string", "correct it"),
+        ("device:\n", 1, "device", "device is empty", "auto, cpu, cuda, cuda:N", "correct it"),
         ("unexpected:\n  - a\n  - 3\n", 3, "unexpected.1", "unexpected.1 is 3", "valid string", "correct it"),
         ("families: mine\n", 1, "families", "families is 'mine'", "a list", "correct it"),
         ("models:\n  a: {chunk_mb: 1}\n", 2, "models.a.chunk_mb", "unknown field 'chunk_mb'", "one of", "'chunk_mib'"),
@@ -319,6 +322,22 @@ def test_a_mistake_in_the_environment_names_the_variable(
     assert found in caught.value.found
     assert caught.value.path == path
     assert hint in caught.value.hint
+
+
+def test_a_setting_of_a_section_by_one_word_is_answered_with_the_form_that_works(machine: Machine) -> None:
+    with pytest.raises(SettingsError, match="unknown field 'fp8_remainder'") as caught:
+        machine.resolve({"fp8_remainder": "quantise"})
+    python, command_line = caught.value.hint.removeprefix("write ").split(", ")
+    assert python == "fp8={'remainder': 'quantise'} in Python"
+    assert machine.resolve({"fp8": {"remainder": "quantise"}}).values.fp8.remainder == "quantise"
+    assert machine.resolve(parse_assignments([command_line.split()[0]])).values.fp8.remainder == "quantise"
+
+
+def test_no_message_shows_a_pattern(machine: Machine) -> None:
+    with pytest.raises(SettingsError) as caught:
+        machine.resolve({"device": "gpu:1"})
+    assert caught.value.expected.startswith("auto, cpu, cuda, cuda:N, or for plans a card")
+    assert not set("^$\\") & set(str(caught.value))
 
 
 def test_other_variables_are_none_of_our_business(machine: Machine) -> None:
