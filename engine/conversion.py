@@ -311,7 +311,7 @@ def _checked_prefix(match: Match, prefix: str) -> str:
 
 def known_arguments(match: Match) -> dict[str, object]:
     """The configuration without what only a folder's config.json has and the installed class does not know."""
-    unknown = set(unknown_arguments(match.family.model, match.config)) - match.family.config.keys()
+    unknown = set(unknown_arguments(match.family.model, match.config)) - match.family.config_of(match.variant).keys()
     return {name: value for name, value in match.config.items() if name not in unknown}
 
 

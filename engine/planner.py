@@ -164,7 +164,8 @@ def header_digest(header: Header) -> str:
 def _known_config(match: Match) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The arguments without those that only a folder's config.json has and the installed class does not know."""
     config = dict(match.config)
-    unknown = [key for key in unknown_arguments(match.family.model, config) if key not in match.family.config]
+    ours = match.family.config_of(match.variant)
+    unknown = [key for key in unknown_arguments(match.family.model, config) if key not in ours]
     for key in unknown:
         del config[key]
     return config, tuple(f"config.json's {key} is unknown to the installed class and passed over" for key in unknown)

@@ -99,19 +99,29 @@ class VariantChoice:
 def choose_variant(variants: Mapping[str, Variant], names: Names, path: Path) -> VariantChoice | None:
     """The variant of a family; None where it has none that fits.
 
-    What tensors show goes before what a file name says, and that before the default.
+    What tensors show goes before what a file name says, and that before the default. A variant that asks for both needs
+    both, and goes before one that its tensors alone show. None is chosen against its own tensors.
     """
+    fitting: dict[str, str] = {}
     for name, variant in variants.items():
-        if variant.has or variant.hasnt or variant.where:
-            evidence = weigh(variant, names)
-            if evidence.complete:
-                shown = [*evidence.found, *(f"no {absent}" for absent in evidence.absent), *evidence.held]
-                return VariantChoice(name, ", ".join(shown), False)
-    for name, variant in variants.items():
-        for word in variant.guess_from_filename:
-            if word.lower() in path.name.lower():
-                return VariantChoice(name, f"the file name contains {word!r}", True)
-    for name, variant in variants.items():
-        if variant.default:
+        evidence = weigh(variant, names)
+        if evidence.complete:
+            shown = [*evidence.found, *(f"no {absent}" for absent in evidence.absent), *evidence.held]
+            fitting[name] = ", ".join(shown)
+    said = {name: word for name in fitting if (word := _word_in(path, variants[name])) is not None}
+    for name, word in said.items():
+        if fitting[name]:
+            return VariantChoice(name, f"{fitting[name]}, and the file name contains {word!r}", True)
+    for name, shown_by in fitting.items():
+        if shown_by and not variants[name].guess_from_filename:
+            return VariantChoice(name, shown_by, False)
+    for name, word in said.items():
+        return VariantChoice(name, f"the file name contains {word!r}", True)
+    for name in fitting:
+        if variants[name].default:
             return VariantChoice(name, "no tensor and no file name says otherwise", True)
     return None
+
+
+def _word_in(path: Path, variant: Variant) -> str | None:
+    return next((word for word in variant.guess_from_filename if word.lower() in path.name.lower()), None)

@@ -18,7 +18,9 @@ _HEAD = re.compile(r"(Encoder)?Model$|For[A-Z][A-Za-z]*$")
 """The end of a transformers class's name that says what it puts on top of a model."""
 
 
-def infer_config(family: Family, shapes: Mapping[str, Shape], header: Header) -> Mapping[str, Any]:
+def infer_config(
+    family: Family, shapes: Mapping[str, Shape], header: Header, variant: str | None = None
+) -> Mapping[str, Any]:
     """Constructor arguments of the family's model class.
 
     A folder's ``config.json`` wins over what is inferred, since it also says what no tensor shows. Where the header
@@ -28,17 +30,19 @@ def infer_config(family: Family, shapes: Mapping[str, Shape], header: Header) ->
         family: the family that claims the header.
         shapes: native names and logical shapes.
         header: the header; its ``config`` is the parsed ``config.json`` or None.
+        variant: a variant of the family, or None.
 
     Raises:
         ConfigError: the header lacks what an expression reads, or the config.json is of another class or contradicts
             the tensors.
     """
-    inferred = _inferred(family, shapes, header)
+    expressions = family.config_of(variant)
+    inferred = _inferred(family, expressions, shapes, header)
     if header.config is None:
         return MappingProxyType(inferred)
     recorded = {key: value for key, value in header.config.items() if not key.startswith("_")}
     _same_class(family, header)
-    conflicts = _conflicts(family.config, inferred, recorded)
+    conflicts = _conflicts(expressions, inferred, recorded)
     if conflicts:
         raise ConfigError(
             "config.json contradicts the tensors beside it",
@@ -51,9 +55,11 @@ def infer_config(family: Family, shapes: Mapping[str, Shape], header: Header) ->
     return MappingProxyType({**inferred, **recorded})
 
 
-def _inferred(family: Family, shapes: Mapping[str, Shape], header: Header) -> dict[str, Any]:
+def _inferred(
+    family: Family, expressions: Mapping[str, Any], shapes: Mapping[str, Shape], header: Header
+) -> dict[str, Any]:
     try:
-        return evaluate_config(family.config, family.let, shapes)
+        return evaluate_config(expressions, family.let, shapes)
     except ExpressionError as error:
         raise ConfigError(
             f"the tensors don't show how to build a {family.id}: {error.found}",

@@ -46,16 +46,21 @@ def evaluate_config(config: Mapping[str, object], let: Mapping[str, object], sha
     return _evaluate_mapping(config, names, header, ("config",))
 
 
-def check_config(config: Mapping[str, object], let: Mapping[str, object]) -> None:
+def check_config(config: Mapping[str, object], let: Mapping[str, object], where: Where = ("config",)) -> None:
     """Read every expression of the two sections, and see that each name in them is defined before it is used.
+
+    Args:
+        config: the section ``config``.
+        let: the section ``let``.
+        where: the place of ``config`` in its file.
 
     Raises:
         ExpressionError: as :func:`evaluate_config` does, for all that can be said without a header.
     """
     _check_extent(let, ("let",))
-    _check_extent(config, ("config",))
+    _check_extent(config, where)
     names = _check_entries(let, frozenset(), ("let",))
-    _check_entries(config, names, ("config",))
+    _check_entries(config, names, where)
 
 
 def parse_condition(condition: str, where: Where = ()) -> Expression:

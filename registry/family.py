@@ -97,13 +97,20 @@ class Variant(Evidence):
     """One variant of the family. What tensors show goes before a word in the file's name, that before the default."""
 
     guess_from_filename: Several[Text] = ()
-    """Words whose occurrence in the file's name, in any case, suggests this variant. Reported as a guess."""
+    """Words whose occurrence in the file's name, in any case, suggests this variant. Reported as a guess. Beside
+    `has`, `hasnt` or `where` one of them must occur as well; such a variant goes before what tensors alone show."""
 
     default: bool = False
     """Whether this variant is assumed where nothing shows or suggests one. Reported as a guess."""
 
     sampling: VariantSampling = Field(default_factory=VariantSampling)
     """What it samples with, where it differs from the family."""
+
+    config: Named[JsonValue] = Field(default_factory=FrozenMapping)
+    """Constructor arguments that this variant has otherwise; they join the family's or replace them."""
+
+    companions: Named[Companion] = Field(default_factory=FrozenMapping)
+    """What a pipeline needs otherwise for this variant; entries join the family's or replace them."""
 
     @model_validator(mode="after")
     def _can_be_chosen(self) -> Variant:
@@ -319,6 +326,10 @@ class Family(_Section):
     _key_map: KeyMap = PrivateAttr()
     _source: str = PrivateAttr(default="")
     _digest: str = PrivateAttr(default="")
+
+    def config_of(self, variant: str | None) -> Mapping[str, JsonValue]:
+        """The constructor arguments of a variant, or of the family where there is none."""
+        return {**self.config, **self.variants[variant].config} if variant is not None else self.config
 
     @property
     def key_map(self) -> KeyMap:

@@ -185,5 +185,7 @@ def _check_expressions(family: Family) -> None:
     for index, condition in enumerate(family.identify.where):
         parse_condition(condition, ("identify", "where", index))
     for name, variant in family.variants.items():
+        if variant.config:
+            check_config(family.config_of(name), family.let, ("variants", name, "config"))
         for index, condition in enumerate(variant.where):
             parse_condition(condition, ("variants", name, "where", index))

@@ -133,7 +133,7 @@ def _match(header: Header, component: str, bundles: Bundles, claim: Answer, *, p
             }
         ),
         everything=bundles,
-        config=infer_config(family, names, header),
+        config=infer_config(family, names, header, variant.name if variant is not None else None),
         evidence=tuple(evidence),
         guesses=tuple(guesses),
         part=part,

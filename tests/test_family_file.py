@@ -148,6 +148,7 @@ MISTAKES = [
     ("config:\n  dim: 3\n  heads: dimm // 2\n", 3, "config.heads", "the name 'dimm'", "correct it"),
     ("let: {a: 1}\nconfig:\n  x: [a, b]\n", 3, "config.x.1", "the name 'b'", ""),
     ("variants:\n  xl: {where: [size(a.weight, 0) == == 3]}\n", 2, "variants.xl.where.0", "", ""),
+    ("variants:\n  xl: {default: true, config: {a: b}}\n", 2, "variants.xl.config.a", "", ""),
     ("drop:\n  '{last}.a': why\n", 2, "drop.{last}.a", "arithmetic or {last}", ""),
 ]
 

@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 import slipcast
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
+from slipcast.registry.claims import choose_variant
 from slipcast.registry.errors import AccountingError, ConfigError, IdentificationError, SettingsError
 from slipcast.registry.evidence import weigh
+from slipcast.registry.family import Variant
 from slipcast.registry.identify import Match, identify
 from slipcast.registry.names import Names
 from support.isolation import isolate
@@ -150,6 +152,40 @@ def test_a_variant_that_tensors_show_is_evidence(tmp_path: Path) -> None:
     assert match.config["siglip_feat_dim"] == 16
     assert match.guesses == ()
     assert "variant omni: siglip_embedder.1.weight" in match.evidence
+
+
+VARIANTS = {
+    "large-fast": Variant(where=("size(a.weight, 0) == 8",), guess_from_filename=("fast",), default=True),
+    "large": Variant(where=("size(a.weight, 0) == 8",)),
+    "small": Variant(where=("size(a.weight, 0) == 4",)),
+    "fast": Variant(guess_from_filename=("fast",)),
+    "other": Variant(hasnt=("b",), default=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "file", "chosen", "guessed"),
+    [
+        (8, "fast", "large-fast", True),
+        (8, "a", "large", False),
+        (4, "fast", "small", False),
+        (2, "fast", "fast", True),
+        (2, "a", None, False),
+    ],
+)
+def test_tensors_and_a_word_together_choose_a_variant(rows: int, file: str, chosen: str | None, guessed: bool) -> None:
+    choice = choose_variant(VARIANTS, Names({"a.weight": (rows, 2), "b": (1,)}), Path(file))
+    assert (choice.name, choice.guessed) == (chosen, guessed) if choice is not None else chosen is None
+    assert choice is None or choice.name != "large-fast" or choice.reason.endswith("and the file name contains 'fast'")
+
+
+def test_a_variant_may_have_other_arguments(tmp_path: Path) -> None:
+    text = TWIN + "examples: []\nvariants:\n  wide: {guess_from_filename: [wide], config: {axes_lens: [9, n_heads, 9]}}\n"
+    known = load_catalogue([_catalogue_with(tmp_path, text, "twin")])
+    for file, lens in [("wide", [9, 2, 9]), ("narrow", [1536, 512, 512])]:
+        path = _written(tmp_path, natively(tiny_tensors()), file)
+        (match,) = identify(read_checkpoint(path), known, family="twin")
+        assert match.config["axes_lens"] == lens
 
 
 def test_the_evidence_names_what_was_seen(tmp_path: Path) -> None:

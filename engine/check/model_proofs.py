@@ -151,7 +151,7 @@ def _prove_way_back(subject: Subject, case: Case, match: Match, built: Built) ->
     try:
         written = {file for link in family.key_map.links(built.shapes) for file in link.files}
         view = family.key_map.native_view(built.shapes)
-        inferred = evaluate_config(family.config, family.let, view)
+        inferred = evaluate_config(family.config_of(match.variant), family.let, view)
     except KeyMapError as problem:
         raise _unbuilt(subject, f"{name}, written back", problem, ("keys",)) from problem
     lost = sorted(written - view.keys())
