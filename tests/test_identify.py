@@ -180,7 +180,7 @@ def test_tensors_and_a_word_together_choose_a_variant(rows: int, file: str, chos
 
 
 def test_a_variant_may_have_other_arguments(tmp_path: Path) -> None:
-    text = TWIN + "examples: []\nvariants:\n  wide: {guess_from_filename: [wide], config: {axes_lens: [9, n_heads, 9]}}\n"
+    text = TWIN + "examples: []\nvariants:\n  wide: {guess_from_filename: [wide], config: {axes_lens: [9, 2, 9]}}\n"
     known = load_catalogue([_catalogue_with(tmp_path, text, "twin")])
     for file, lens in [("wide", [9, 2, 9]), ("narrow", [1536, 512, 512])]:
         path = _written(tmp_path, natively(tiny_tensors()), file)
