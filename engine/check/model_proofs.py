@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -89,7 +90,8 @@ def prove_bijection(subject: Subject) -> Outcome:
         if case.match is None or case.built is None:
             continue
         try:
-            account(case.match, case.built.shapes, case.built.tensors.ties, others=case.beside)
+            others = (*case.beside, *_outside(case.match))
+            account(case.match, case.built.shapes, case.built.tensors.ties, others=others)
         except KeyMapError as problem:
             raise _unbuilt(subject, case.example.header, problem, ("keys",)) from problem
         except SlipcastError as problem:
@@ -98,6 +100,15 @@ def prove_bijection(subject: Subject) -> Outcome:
     if not done:
         return skipped(NOTHING_BUILT if subject.cases else why_no_cases(subject))
     return proved(f"{done} examples, every tensor in exactly one place")
+
+
+def _outside(match: Match) -> Iterator[Match]:
+    """What lies outside the prefix of an encoder or a VAE in a file of several: its denoiser answers for that."""
+    if match.prefix and match.family.kind != "denoiser":
+        weights = match.everything.weights
+        yield replace(
+            match, bundles={name: bundle for name, bundle in weights.items() if not name.startswith(match.prefix)}
+        )
 
 
 def _culprit(subject: Subject, case: Case, built: Built) -> Where:

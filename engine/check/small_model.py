@@ -78,14 +78,20 @@ def unique_values(built: Built) -> Tensors:
 
 
 def random_values(built: Built) -> Tensors:
-    """Random float32 values that keep activations near one: weights by their number of inputs, norms near one."""
+    """Random float32 values that keep activations near one: weights by their number of inputs, norms near one.
+
+    Integers, which count something, are ones.
+    """
     random = torch.Generator().manual_seed(_SEED)
     norms = {path for path, module in built.model.named_modules() if "norm" in type(module).__name__.lower()}
     tensors: Tensors = {}
     for name, shape in _untied(built):
         owner, _, leaf = name.rpartition(".")
         values = torch.randn(shape, generator=random)
-        if len(shape) >= 2:
+        buffer = built.tensors.persistent.get(name)
+        if buffer is not None and not buffer.is_floating_point():
+            tensors[name] = torch.ones(shape, dtype=buffer.dtype)
+        elif len(shape) >= 2:
             tensors[name] = values / max(prod(shape[1:]), 1) ** 0.5
         else:
             tensors[name] = values / 10 + (1.0 if owner in norms and leaf != "bias" else 0.0)
