@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -96,11 +96,20 @@ class VariantChoice:
     guessed: bool
 
 
-def choose_variant(variants: Mapping[str, Variant], names: Names, path: Path) -> VariantChoice | None:
+def choose_variant(
+    variants: Mapping[str, Variant], names: Names, path: Path, wanted: VariantChoice | None = None
+) -> VariantChoice | None:
     """The variant of a family; None where it has none that fits.
 
-    What tensors show goes before what a file name says, and that before the default. A variant that asks for both needs
-    both, and goes before one that its tensors alone show. None is chosen against its own tensors.
+    What tensors show goes before what another model needs, that before what a file name says, and that before the
+    default. A variant that asks for tensors and a word needs both, and goes before one that its tensors alone show.
+    None is chosen against its own tensors.
+
+    Args:
+        variants: the family's variants.
+        names: native names and logical shapes.
+        path: the file, or the folder.
+        wanted: the variant that another model of the same file has for its companion.
     """
     fitting: dict[str, str] = {}
     for name, variant in variants.items():
@@ -115,11 +124,26 @@ def choose_variant(variants: Mapping[str, Variant], names: Names, path: Path) ->
     for name, shown_by in fitting.items():
         if shown_by and not variants[name].guess_from_filename:
             return VariantChoice(name, shown_by, False)
+    if wanted is not None and wanted.name in fitting:
+        return wanted
     for name, word in said.items():
         return VariantChoice(name, f"the file name contains {word!r}", True)
     for name in fitting:
         if variants[name].default:
             return VariantChoice(name, "no tensor and no file name says otherwise", True)
+    return None
+
+
+def wanted_variant(claim: Answer, claims: Sequence[Answer], path: Path) -> VariantChoice | None:
+    """The variant of one model that another of the same file has for its companion."""
+    for other in claims:
+        if other is not claim:
+            family, chosen = other.family, choose_variant(other.family.variants, other.names, path)
+            own = family.variants[chosen.name].companions if chosen is not None else {}
+            for companion in {**family.companions, **own}.values():
+                id_, _, name = companion.partition("/")
+                if id_ == claim.family.id and name:
+                    return VariantChoice(name, f"the {family.id} in the same file needs it", False)
     return None
 
 

@@ -9,7 +9,16 @@ from types import MappingProxyType
 from typing import Any
 
 from slipcast.registry.catalogue import Catalogue
-from slipcast.registry.claims import Answer, Layout, ask, choose_variant, plausible, strip_prefix
+from slipcast.registry.claims import (
+    Answer,
+    Layout,
+    VariantChoice,
+    ask,
+    choose_variant,
+    plausible,
+    strip_prefix,
+    wanted_variant,
+)
 from slipcast.registry.config import infer_config
 from slipcast.registry.errors import IdentificationError
 from slipcast.registry.family import Family
@@ -94,7 +103,8 @@ def _identify_header(header: Header, component: str, bundles: Bundles, catalogue
     if not all(are_apart(one, other) for one, other in combinations(claims, 2)):
         raise claimed_twice(path, claims)
     for claim in claims:
-        yield _match(header, component, bundles, claim, part=claim.prefix.removesuffix(".") if len(claims) > 1 else "")
+        part = claim.prefix.removesuffix(".") if len(claims) > 1 else ""
+        yield _match(header, component, bundles, claim, part, wanted_variant(claim, claims, header.path))
 
 
 def are_apart(one: Answer | Match, other: Answer | Match) -> bool:
@@ -105,9 +115,11 @@ def are_apart(one: Answer | Match, other: Answer | Match) -> bool:
     return (inner.prefix.removeprefix(outer.prefix), inner.family.id) in outer.family.contains.items()
 
 
-def _match(header: Header, component: str, bundles: Bundles, claim: Answer, *, part: str) -> Match:
+def _match(
+    header: Header, component: str, bundles: Bundles, claim: Answer, part: str, wanted: VariantChoice | None
+) -> Match:
     family, names = claim.family, claim.names
-    variant = choose_variant(family.variants, names, header.path)
+    variant = choose_variant(family.variants, names, header.path, wanted)
     evidence = [
         f"found {name} {list(names[name])}" if name in names else f"found {name}.*" for name in claim.evidence.found
     ]

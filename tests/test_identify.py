@@ -19,6 +19,7 @@ from slipcast.registry.evidence import weigh
 from slipcast.registry.family import Variant
 from slipcast.registry.identify import Match, identify
 from slipcast.registry.names import Names
+from support.family_files import write_family
 from support.isolation import isolate
 from support.recorded import recorded, recorded_names, write_checkpoint
 from support.tiny_z_image import natively, tiny_tensors, write_folder, write_native
@@ -177,6 +178,24 @@ def test_tensors_and_a_word_together_choose_a_variant(rows: int, file: str, chos
     choice = choose_variant(VARIANTS, Names({"a.weight": (rows, 2), "b": (1,)}), Path(file))
     assert (choice.name, choice.guessed) == (chosen, guessed) if choice is not None else chosen is None
     assert choice is None or choice.name != "large-fast" or choice.reason.endswith("and the file name contains 'fast'")
+
+
+def test_the_companion_that_a_model_needs_tells_its_variant(tmp_path: Path) -> None:
+    """Two VAEs of the same tensors scale latents otherwise: the model in the same file says which of them it has."""
+    denoiser = "prefixes: [denoiser.]\ncompanions: {vae: coder/wide}\n"
+    coder = "prefixes: [coder.]\nvariants:\n  narrow: {default: true}\n"
+    coder += "  wide: {guess_from_filename: [wide], config: {scale: 2}}\n"
+    write_family(tmp_path / "families", more=denoiser)
+    write_family(tmp_path / "families" / "vaes", "coder", kind="vae", more=coder)
+    known = load_catalogue([tmp_path / "families"])
+    tensors = {"denoiser.proj.weight": torch.ones(2, 2), "coder.proj.weight": torch.ones(2, 2)}
+    both = identify(read_checkpoint(_written(tmp_path, tensors)), known)
+    assert {match.family.id: match.variant for match in both} == {"some-family": None, "coder": "wide"}
+    (coded,) = (match for match in both if match.family.id == "coder")
+    assert dict(coded.config) == {"scale": 2}
+    assert "variant wide: the some-family in the same file needs it" in coded.evidence
+    alone = _written(tmp_path, {"coder.proj.weight": torch.ones(2, 2)})
+    assert [match.variant for match in identify(read_checkpoint(alone), known)] == ["narrow"]
 
 
 def test_a_variant_may_have_other_arguments(tmp_path: Path) -> None:
