@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PlainSerializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PlainSerializer, StringConstraints
 from typing_extensions import TypeAliasType
 
 from slipcast.registry.frozen import FrozenMapping
@@ -80,6 +80,12 @@ class Tiny(BaseModel):
 
     inputs: Annotated[Mapping[str, Input], *_Frozen]
     """Arguments of its forward: numbers, lists, mappings, and tensors by recipe: `normal 1x4x8x8`."""
+
+    converter_differs: Annotated[Mapping[str, Annotated[str, StringConstraints(min_length=1)]], *_Frozen] = Field(
+        default_factory=FrozenMapping
+    )
+    """Tensors or modules, in the model's names, that diffusers' converter puts elsewhere or makes otherwise, each with
+    the reason why the key map is right."""
 
     fp8_error: float = Field(gt=0, lt=1)
     """Largest relative L2 distance between its outputs in fp8, stored or multiplied in it, and in float32."""

@@ -191,6 +191,18 @@ def test_a_broken_file_fails_where_it_is_broken(
     assert f"{word}:" in line
 
 
+def test_where_the_converter_differs_is_said_with_the_reason(tmp_path: Path, records: Records) -> None:
+    swapped = ("qkv: to_q + to_k", "qkv: to_k + to_q")
+    said = '  converter_differs: {"%s": they swap}\n  fp8_error'
+    place = "{stack=layers|noise_refiner|context_refiner|siglip_refiner}.{i}.attention"
+    excused = _prove("converter", _edited(tmp_path / "z-image.yaml", swapped, ("  fp8_error", said % place)), records)
+    assert (excused.status, "10 differ, for the reasons" in excused.detail) == ("ok", True)
+    partly = _prove("converter", _edited(tmp_path / "z-image.yaml", swapped, ("  fp8_error", said % "layers")), records)
+    assert (partly.status, "puts 6 tensors elsewhere" in partly.detail) == ("failed", True)
+    idle = _prove("converter", _edited(tmp_path / "z-image.yaml", ("  fp8_error", said % "layers.{i}")), records)
+    assert (idle.status, "puts 'layers.{i}' where the key map does" in idle.detail) == ("failed", True)
+
+
 def test_every_proof_is_broken_somewhere() -> None:
     elsewhere = {"filled in", "key map", "way back"}
     assert {entry[0] for entry in BROKEN} | elsewhere == set(PROOFS)
