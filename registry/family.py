@@ -25,7 +25,7 @@ from typing_extensions import TypeAliasType
 
 from slipcast.registry.forms import of_form
 from slipcast.registry.frozen import FrozenMapping
-from slipcast.registry.runtime import Runtime, Sampling, VariantSampling
+from slipcast.registry.runtime import Runtime, Sampling
 from slipcast.registry.tiny import Tiny
 from slipcast.registry.validation import did_you_mean, mistake, nearest, shown
 
@@ -103,7 +103,7 @@ class Variant(Evidence):
     default: bool = False
     """Whether this variant is assumed where nothing shows or suggests one. Reported as a guess."""
 
-    sampling: VariantSampling = Field(default_factory=VariantSampling)
+    sampling: Sampling = Field(default_factory=Sampling)
     """What it samples with, where it differs from the family."""
 
     config: Named[JsonValue] = Field(default_factory=FrozenMapping)

@@ -63,8 +63,8 @@ class Runtime(_Section):
     """Measured peak of activations in bytes for each token of the sequence; left out where nobody measured it."""
 
 
-class VariantSampling(_Section):
-    """What one variant samples with, where it differs from its family."""
+class Sampling(_Section):
+    """What pictures are sampled with; of a variant what differs from its family."""
 
     pipeline: _Pipeline | None = None
     """The diffusers pipeline."""
@@ -77,10 +77,6 @@ class VariantSampling(_Section):
 
     guidance_argument: _Argument | None = None
     """The argument of the pipeline that takes the strength."""
-
-
-class Sampling(VariantSampling):
-    """What pictures are sampled with."""
 
     latent_channels: int | None = Field(default=None, ge=1)
     """Channels of the latents that the VAE decodes, before any packing into patches."""

@@ -97,10 +97,10 @@ MISTAKES = [
     ),
     ("sampling: {steps: 0}\n", 1, "sampling.steps", "sampling.steps is 0", "correct it"),
     (
-        "variants: {a: {default: true, sampling: {size_multiple: 8}}}\n",
+        "variants: {a: {default: true, sampling: {zzz: 8}}}\n",
         1,
-        "variants.a.sampling.size_multiple",
-        "unknown field 'size_multiple'",
+        "variants.a.sampling.zzz",
+        "unknown field 'zzz'",
         "remove it",
     ),
     ("runtime:\n  zzz: 1\n", 2, "runtime.zzz", "unknown field 'zzz' in runtime", "remove it"),

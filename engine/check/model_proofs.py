@@ -30,7 +30,7 @@ from slipcast.registry.keymap.lint import lint
 from slipcast.registry.keymap.matching import RuleTree
 from slipcast.registry.keymap.operations import accepts, joined_shape, native_shape
 from slipcast.registry.keymap.place import ArithmeticHole, LastHole, Place, parse_place
-from slipcast.registry.runtime import VariantSampling
+from slipcast.registry.runtime import Sampling
 from slipcast.registry.strict_yaml import Where
 
 _BOOKKEEPING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "model_type"})
@@ -277,7 +277,7 @@ def _sampling_names(family: Family) -> list[tuple[Where, str, bool]]:
     if family.sampling is None:
         return []
     wanted: list[tuple[Where, str, bool]] = []
-    places: list[tuple[Where, VariantSampling]] = [(("sampling",), family.sampling)]
+    places: list[tuple[Where, Sampling]] = [(("sampling",), family.sampling)]
     places += [(("variants", name, "sampling"), variant.sampling) for name, variant in family.variants.items()]
     for where, sampling in places:
         pipeline = sampling.pipeline or family.sampling.pipeline
