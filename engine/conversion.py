@@ -64,7 +64,8 @@ def convert_header(
         layout: whose names to give it; its own where left out.
         wanted: what its weights shall be in; they stay as they are where left out.
         prefix: what to put before each name. Left out, the input's own where the layout stays as it is, else none.
-        others: the other models found in the same file; they are left out.
+        others: the other models found in the same file; one by which the family is recognised stays as it is, others
+            are left out.
         unexpected: globs of plain tensors that may be left over; they are left out.
 
     Raises:
@@ -103,7 +104,10 @@ def convert_header(
         writer.add(weight, chooser.choose(weight), codecs)
     if not stays and layout == "diffusers":
         writer.altered += _altered(match, accounts, shapes)
-    return writer.conversion(layout, _left_out(match, accounts, weights, writer.lost))
+    contained = _contained(match)
+    for bundle in contained:
+        writer.add_contained(bundle)
+    return writer.conversion(layout, _left_out(match, accounts, weights, contained, writer.lost))
 
 
 def model_shapes(tensors: ModelTensors) -> dict[str, Shape]:
@@ -161,6 +165,15 @@ class _Writer:
             self.tensors.append(ConvertedTensor(name, choice.dtype, weight.shape, made=target, origin=origin))
         else:
             self._add_quantised(weight, choice, choice.codec, tuple(bundles.values()))
+
+    def add_contained(self, bundle: Bundle) -> None:
+        """Add a weight of a model that this one's family contains: as it is, for by it the file is recognised."""
+        for tensor in bundle.tensors:
+            name = self.prefix + tensor.name.removeprefix(self.match.prefix)
+            self.tensors.append(ConvertedTensor(name, tensor.dtype, tensor.shape, (Extract(tensor),)))
+        if not bundle.is_plain:
+            name = self.prefix + bundle.name.removeprefix(self.match.prefix)
+            self._keep_description(name.removesuffix(WEIGHT_SUFFIX), [bundle])
 
     def _add_moved(self, weight: NewWeight, bundles: list[Bundle]) -> None:
         """Values, or codes without a scale, of which rows are put together; or a weight with all that belongs to it."""
@@ -327,12 +340,28 @@ def _one_dtype(name: str, extracts: Sequence[Extract]) -> str:
     return dtypes.pop()
 
 
+def _contained(match: Match) -> list[Bundle]:
+    """The weights of contained models that belong to the evidence: without them the output would not be recognised."""
+    key_map = match.family.key_map
+    evidence = {content for name in match.family.identify.has if (content := key_map.contained(name)) is not None}
+    return [
+        bundle
+        for bundle in match.everything.weights.values()
+        if bundle.name.startswith(match.prefix)
+        and key_map.contained(bundle.name.removeprefix(match.prefix)) in evidence
+    ]
+
+
 def _left_out(
-    match: Match, accounts: Accounts, weights: Sequence[NewWeight], lost: Mapping[str, str]
+    match: Match,
+    accounts: Accounts,
+    weights: Sequence[NewWeight],
+    contained: Sequence[Bundle],
+    lost: Mapping[str, str],
 ) -> dict[str, str]:
     """Tensors of the input that the output lacks, each with the reason; one without a reason is a fault."""
     bundles = [match.everything.weights[piece.source] for weight in weights for piece in weight.pieces]
-    used = {tensor.name for bundle in bundles for tensor in bundle.tensors}
+    used = {tensor.name for bundle in [*bundles, *contained] for tensor in bundle.tensors}
     used |= {marker.name for marker in own_markers(match)}
     left_out = {fate.name: fate.reason for fate in accounts.unused if fate.name not in used} | dict(lost)
     missing = [name for name in match.header.tensors if name not in used and name not in left_out]

@@ -91,7 +91,8 @@ def convert(
         wanted: what its weights shall be in; they stay as they are where left out.
         prefix: what to put before each name; see ``convert_header``.
         overwrite: whether to replace what lies at ``out``.
-        others: the other models found in the same file; they are left out.
+        others: the other models found in the same file; one by which the family is recognised stays as it is, others
+            are left out.
         unexpected: globs of plain tensors that may be left over.
         progress: called with the bytes written so far and in all.
         cancelled: asked after each piece; once it says True nothing is left of the output.

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 import slipcast
 from slipcast.engine import chunks
+from slipcast.engine.convert import convert
 from slipcast.registry.errors import AccountingError, ConfigError
+from slipcast.registry.inspection import identify_path
+from slipcast.registry.settings import resolve_settings
 from support.fp8_checkpoints import QUANTISED, Fp8File, Scaled, decoded, fp8_file
 from support.isolation import isolate
 from support.number_formats import bytes_of
@@ -222,6 +225,22 @@ def test_a_part_of_another_model_is_left_to_it(tmp_path: Path, tensors: Tensors)
     assert fates["decoder.weight"] == ("other component", "part of some-decoder")
     assert fates["old.0.a"] == ("dropped", "nobody needs it")
     assert slipcast.load(tmp_path / "m.safetensors", **settings).report.differences == ()
+
+
+@pytest.mark.parametrize("is_evidence", [True, False])
+def test_a_part_of_another_model_is_written_where_it_is_evidence(
+    tmp_path: Path, tensors: Tensors, is_evidence: bool
+) -> None:
+    save_file(natively(tensors) | {"decoder.weight": torch.ones(2)}, tmp_path / "m.safetensors")
+    has = f"[cap_embedder.1.weight, layers.0.attention.qkv.weight{', decoder.weight' if is_evidence else ''}]"
+    settings = _family(tmp_path, f"contains: {{decoder.: some-decoder}}\nidentify: {{has: {has}}}")
+    (tmp_path / "families" / "vaes").mkdir()
+    decoder = T5.replace("id: t5", "id: some-decoder").replace("text_encoder", "vae")
+    (tmp_path / "families" / "vaes" / "some-decoder.yaml").write_text(decoder)
+    identified = identify_path(tmp_path / "m.safetensors", resolve_settings(settings).values)
+    written = convert(identified.main, tmp_path / "w.safetensors", "diffusers", others=identified.beside)
+    assert ("decoder.weight" in load_file(tmp_path / "w.safetensors")) == is_evidence
+    assert ("decoder.weight" in written.to_dict()["left_out"]) != is_evidence
 
 
 def test_modules_that_stay_in_float32(tmp_path: Path, tensors: Tensors) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from slipcast.engine.build import build_with_buffers
 from slipcast.engine.check.subject import Built, identify_alone
+from slipcast.engine.check.torchvision_stand_in import torchvision_or_stand_in
 from slipcast.engine.convert import convert
 from slipcast.engine.model_tensors import model_tensors
 from slipcast.registry.checkpoint import read_checkpoint
@@ -50,14 +51,16 @@ def match_of(family: Family, path: Path) -> Match:
 
 
 def write_files(family: Family, tensors: Tensors, folder: Path) -> SmallFiles:
-    """Write a small model's values in both namings.
+    """Write a small model's values in both namings, with what the family's evidence names of models that it contains.
 
     Raises:
         SlipcastError: the family doesn't recognise one of the files, or its key map can't write it.
     """
     folder.mkdir()
     in_model_names, native = folder / "model.safetensors", folder / "native.safetensors"
-    save_file({model_prefix(family) + name: tensor for name, tensor in tensors.items()}, in_model_names)
+    beside = {name: torch.zeros(1) for name in family.identify.has if family.key_map.contained(name) is not None}
+    whole = {model_prefix(family) + name: tensor for name, tensor in (tensors | beside).items()}
+    save_file(whole, in_model_names)
     convert(match_of(family, in_model_names), native, "native", prefix=family.prefixes[0])
     return SmallFiles(tensors, in_model_names, native, match_of(family, native))
 
@@ -179,7 +182,7 @@ def _outputs(model: nn.Module, arguments: dict[str, Any]) -> Any:
     if "return_dict" in inspect.signature(model.forward).parameters:
         arguments.setdefault("return_dict", False)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torchvision_or_stand_in(model):
             return model(**arguments)
     except Exception as error:  # whatever a class of another library raises
         raise _wrong(f"the forward fails: {type(error).__name__}: {error}") from error

@@ -77,6 +77,7 @@ def prove_converter(subject: Subject) -> Outcome:
         raise refuted_by(subject, "the small model can't be written", problem) from problem
     prefix = subject.family.prefixes[0]
     bare = {name.removeprefix(prefix): tensor for name, tensor in native.items()}
+    bare = {name: tensor for name, tensor in bare.items() if subject.family.key_map.contained(name) is None}
     of = ""
     try:
         theirs = _convert_named(converter, native, bare, subject.tiny)
