@@ -27,7 +27,7 @@ from slipcast.registry.header import Shape
 from slipcast.registry.identify import Match
 from slipcast.registry.side_tensors import INPUT_SCALE
 
-_VIEWS = frozenset({None, "reshape", "flat", "conv1x1"})
+_VIEWS = frozenset({None, "reshape", "flat", "conv1x1", "one_frame"})
 """Operations whose inverse only looks at the same bytes in another shape."""
 
 

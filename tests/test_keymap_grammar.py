@@ -98,7 +98,7 @@ ENTRY_ERRORS = [
     ({"a -> b -> c": {}}, ("a -> b -> c",), "one place in the file and one in the model"),
     ({"a + b": {"c": "d"}}, ("a + b",), "a sum belongs to a single tensor"),
     ({"a": "swap_halfs(b)"}, ("a",), "write swap_halves(...)"),
-    ({"a": "zzz(b)"}, ("a",), "one of swap_halves, transpose, flat, reshape, conv1x1"),
+    ({"a": "zzz(b)"}, ("a",), "one of swap_halves, transpose, flat, reshape, conv1x1, one_frame"),
     ({"a": "flat(flat(b))"}, ("a",), "'flat(flat(b))' in the place"),
     ({"a + b": "c + d"}, ("a + b",), "sums on both sides"),
     ({"a": " + ".join(f"b{n}" for n in range(17))}, ("a",), "a sum of 17 places"),

@@ -27,6 +27,8 @@ def _view(keys: dict[str, Any], shapes: Shapes) -> Shapes:
         ("flat(m)", (), (1,)),
         ("conv1x1(m)", (4, 6), (4, 6, 1, 1)),
         ("conv1x1(m)", (4,), (4,)),
+        ("one_frame(m)", (4, 6, 3, 3), (4, 6, 1, 3, 3)),
+        ("one_frame(m)", (4,), (4,)),
         ("reshape(m)", (1, 6), (1, 6)),
     ],
 )
@@ -60,6 +62,7 @@ def test_other_names_are_kept() -> None:
         ({"f": "swap_halves(m)"}, {"m": ()}),
         ({"f": "transpose(m)"}, {"m": (3, 2, 1)}),
         ({"f": "conv1x1(m)"}, {"m": (3, 2, 1)}),
+        ({"f": "one_frame(m)"}, {"m": (3, 2, 1)}),
         ({"a + b": "m"}, {"m": (3, 2)}),
         ({"a + b": "m"}, {"m": ()}),
         ({"f": "m"}, {"m": (3,), "f": (3,)}),

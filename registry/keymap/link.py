@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Operation = Literal["swap_halves", "transpose", "flat", "reshape", "conv1x1"]
+Operation = Literal["swap_halves", "transpose", "flat", "reshape", "conv1x1", "one_frame"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ _LAWS: dict[Change, tuple[SideLaw, SideLaw, SideLaw]] = {
     "join": (SideLaw.JOIN_ROWS, SideLaw.JOIN_ROWS, SideLaw.JOIN_ROWS),
     "swap_halves": (SideLaw.FOLLOWS, SideLaw.SWAP_ROWS, SideLaw.SWAP_ROWS),
     "conv1x1": (SideLaw.FOLLOWS, SideLaw.FOLLOWS, SideLaw.FOLDED),  # the rows stay the rows
+    "one_frame": (SideLaw.FOLLOWS, SideLaw.FOLLOWS, SideLaw.FOLDED),
     "transpose": (SideLaw.FOLDED, SideLaw.FOLDED, SideLaw.FOLDED),
     "flat": (SideLaw.FOLDED, SideLaw.FOLDED, SideLaw.FOLDED),
     "reshape": (SideLaw.FOLDED, SideLaw.FOLDED, SideLaw.FOLDED),
@@ -63,11 +64,12 @@ def side_law(change: Change, granularity: Granularity) -> SideLaw:
 def native_shape(operation: Operation | None, shape: Shape) -> Shape | None:
     """The shape in the file of a tensor that has this shape in the model.
 
-    Vectors are left alone by ``transpose`` and ``conv1x1``, so that an operation can be said of a whole module.
+    Vectors are left alone by ``transpose``, ``conv1x1`` and ``one_frame``, so that an operation can be said of a whole
+    module.
 
     Returns:
         The shape as saving writes it, or None where the operation can't be done: halves of an odd number of rows,
-        ``transpose`` or ``conv1x1`` of more than two dimensions.
+        ``transpose`` or ``conv1x1`` of more than two dimensions, ``one_frame`` of others than one or four.
     """
     if operation == "swap_halves":
         return shape if shape and shape[0] % 2 == 0 else None
@@ -77,6 +79,8 @@ def native_shape(operation: Operation | None, shape: Shape) -> Shape | None:
         return shape[::-1]
     if operation == "conv1x1":
         return (*shape, 1, 1) if len(shape) == 2 else shape
+    if operation == "one_frame":
+        return (*shape[:2], 1, *shape[2:]) if len(shape) == 4 else shape if len(shape) == 1 else None
     if operation == "flat":
         return (prod(shape),)
     return shape

@@ -24,6 +24,7 @@ NATIVE: Mapping[Operation | None, Callable[[torch.Tensor], torch.Tensor]] = {
     "flat": lambda tensor: tensor.flatten(),
     "reshape": lambda tensor: tensor,
     "conv1x1": lambda tensor: tensor[:, :, None, None] if tensor.ndim == 2 else tensor,
+    "one_frame": lambda tensor: tensor[:, :, None] if tensor.ndim == 4 else tensor,
 }
 """The file's tensor as a function of the model's."""
 
