@@ -20,7 +20,7 @@ from slipcast.registry.settings import resolve_settings, setting_names
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("document", list(DOCUMENTS))
+@pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - {"docs/evidence.md"}))  # that one "make check" holds
 def test_documents_are_current(document):
     assert current(ROOT / document, DOCUMENTS[document]) == (ROOT / document).read_text(encoding="utf-8")
 

@@ -77,11 +77,33 @@ def decisions_table() -> str:
     return formats_table()
 
 
+def recognised_headers() -> str:
+    """Whose each recorded header is."""
+    from slipcast.cli.docs_families import recognised_table
+
+    return recognised_table()
+
+
+def sizes() -> str:
+    """What each family weighs."""
+    from slipcast.cli.docs_families import sizes_table
+
+    return sizes_table()
+
+
+def measured_sizes() -> str:
+    """What other programs measured."""
+    from slipcast.cli.docs_families import measured_table
+
+    return measured_table()
+
+
 DOCUMENTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/families.md": {"families": families_table},
     "docs/settings.md": {"settings": settings_table},
     "docs/commands.md": {"commands": help_texts},
     "docs/formats.md": {"decisions": decisions_table},
+    "docs/evidence.md": {"recognised": recognised_headers, "sizes": sizes, "measured": measured_sizes},
 }
 """Each document with its generated parts."""
 
