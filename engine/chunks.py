@@ -11,6 +11,7 @@ from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.codecs.scaled import ScaledCodec
 from slipcast.engine.file_codec import matrix_shape
 from slipcast.engine.plan import Piece, Target
+from slipcast.registry.keymap.operations import COMPUTED, NUMBERED, word_of
 from slipcast.registry.quantisation import Bundle
 
 _FLOAT32 = 4
@@ -20,6 +21,8 @@ _DECODING = 12
 """Bytes for each element that is decoded by codes times scales: the codes in float32, the product and the result."""
 _UNPACKING = 24
 """The same where codes have to be unpacked first."""
+_WHOLE = NUMBERED | {"transpose"}
+"""Operations for which a tensor is read in one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def slab_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) ->
 
 def _is_whole(target: Target, piece: Piece) -> bool:
     """Whether a piece is read in one go: its rows are not the target's, or can't be taken apart."""
-    if piece.operation == "transpose" or prod(piece.shape[1:]) != prod(target.shape[1:]) or not piece.shape:
+    if word_of(piece.operation) in _WHOLE or prod(piece.shape[1:]) != prod(target.shape[1:]) or not piece.shape:
         return True
     if target.how == "encode":
         return not _codec(target).streams
@@ -113,15 +116,16 @@ def _scratch_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int)
     if target.how == "encode":
         in_one_go = 0 if _codec(target).streams else elements * (_FLOAT32 + _item(bundle))
         return elements * _FLOAT32 + in_one_go + rows * _PER_ROW
+    moved = elements * max(_FLOAT32, _item(bundle)) if word_of(piece.operation) in COMPUTED else 0
     if piece.codec is None:
-        return 0
-    sorted_anew = 0 if is_cut(piece) else 2 * _nbytes(bundle)
+        return moved
+    sorted_anew = 2 * _nbytes(bundle) if not is_cut(piece) or word_of(piece.operation) in NUMBERED else 0
     if target.how == "keep":
         return sorted_anew
     codec = codec_named(piece.codec)
     if not codec.takes_rows(matrix_shape(piece.shape)):
         elements = prod(piece.shape)  # decoded whole, whatever rows of it are wanted
-    return sorted_anew + elements * (_DECODING if isinstance(codec, ScaledCodec) else _UNPACKING)
+    return moved + sorted_anew + elements * (_DECODING if isinstance(codec, ScaledCodec) else _UNPACKING)
 
 
 def _slab_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> int:

@@ -22,7 +22,7 @@ from slipcast.engine.plan import Piece
 from slipcast.engine.precision import Rules
 from slipcast.engine.written_format import Wanted, format_of
 from slipcast.registry.dtypes import is_float
-from slipcast.registry.keymap.operations import SideLaw, side_law
+from slipcast.registry.keymap.operations import COMPUTED, SideLaw, side_law, word_of
 from slipcast.registry.quantisation import Bundle
 from slipcast.registry.side_tensors import SECOND_SCALE, WEIGHT_SCALE
 
@@ -85,7 +85,7 @@ class Chooser:
         if self._may_encode(codecs) and (new := self._new_codec(weight)) is not None:
             return Choice("encode", new)
         if all(codec is None for codec in codecs):
-            return Choice("move")
+            return self._plain(weight)
         codec, reason = self._kept_codec(weight, codecs)
         if codec is None:
             fp32 = any(self.rules.stays_fp32(term.model) for term in weight.terms)
@@ -101,8 +101,14 @@ class Chooser:
         if in_codes:
             return Choice("decode", dtype="F32" if stays else dtype)
         if stays or held == {dtype} or not all(is_float(each) for each in held):
-            return Choice("move")
+            return self._plain(weight)
         return Choice("copy", dtype=dtype)
+
+    def _plain(self, weight: NewWeight) -> Choice:
+        """Values that stay as they are: moved, but where an operation computes them."""
+        if not any(word_of(piece.operation) in COMPUTED for piece in weight.pieces):
+            return Choice("move")
+        return Choice("copy", dtype=self.bundles[weight.pieces[0].source].weight.dtype)
 
     def _may_encode(self, codecs: list[Codec | None]) -> bool:
         """Whether a weight in these codecs is one to bring into the wanted format, if it can be."""

@@ -8,9 +8,11 @@ from math import prod
 import torch
 
 from slipcast.engine.codecs.base import CODES, Codec, Part
+from slipcast.engine.computed_rows import row_order
 from slipcast.engine.file_codec import matrix_shape, part_tensors
 from slipcast.engine.reader import Reader, torch_dtype
 from slipcast.registry.header import Shape, TensorInfo
+from slipcast.registry.keymap.link import Operation
 from slipcast.registry.quantisation import Bundle
 
 
@@ -56,12 +58,19 @@ class FileWeight:
         found = self._parts(start, stop) if cuts else self._parts(0, self.rows)
         return found if cuts else self.codec.select_rows(found, torch.arange(start, stop, device=self.device))
 
-    def selected(self, ranges: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
-        """The parts of the weight that consists of several ranges of rows, in this order."""
+    def selected(self, ranges: list[tuple[int, int]], operation: Operation | None = None) -> dict[str, torch.Tensor]:
+        """The parts of the weight that consists of several ranges of rows, in this order.
+
+        Args:
+            ranges: first and one past the last row of each.
+            operation: what these rows are of the wanted ones, which may be in another order.
+        """
         assert self.codec is not None
-        if len(ranges) == 1:
+        order = row_order(operation, sum(last - first for first, last in ranges), self.device)
+        if order is None and len(ranges) == 1:
             return self.parts(*ranges[0])
         rows = torch.cat([torch.arange(*each, device=self.device) for each in ranges])
+        rows = rows if order is None else rows[order]
         return self.codec.select_rows(self._parts(0, self.rows), rows)
 
     def _parts(self, start: int, stop: int) -> dict[str, torch.Tensor]:

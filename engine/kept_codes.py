@@ -18,7 +18,7 @@ from slipcast.engine.plan import Piece
 from slipcast.engine.reader import torch_dtype
 from slipcast.registry.errors import ConfigError
 from slipcast.registry.header import Header
-from slipcast.registry.keymap.operations import Granularity, SideLaw, side_law
+from slipcast.registry.keymap.operations import NUMBERED, Granularity, SideLaw, side_law, word_of
 from slipcast.registry.quantisation import Bundle
 from slipcast.registry.side_tensors import SECOND_SCALE, WEIGHT_SCALE
 
@@ -100,8 +100,11 @@ def _common_codec(rows: Sequence[CodedRows]) -> tuple[Codec | None, str]:
             return None, "its codes are e5m2, which no layer keeps"
         if side_law(each.piece.operation, granularity_of(codec)) is SideLaw.FOLDED:
             return None, f"the key map's {each.piece.operation} breaks its scale"
-        if each.piece.source_rows is not None and not codec.takes_rows(matrix_shape(each.bundle.shape)):
-            return None, "only some of its rows are wanted, and codes run across rows"
+        if not codec.takes_rows(matrix_shape(each.bundle.shape)):
+            if each.piece.source_rows is not None:
+                return None, "only some of its rows are wanted, and codes run across rows"
+            if word_of(each.piece.operation) in NUMBERED:
+                return None, "its rows change places, and codes run across rows"
     if len({each.bundle.name for each in rows}) == 1:
         return rows[0].codec, ""
     by_row = {_by_row(codec) for codec in codecs}

@@ -14,6 +14,7 @@ from slipcast.engine.build import build_with_buffers
 from slipcast.engine.chunks import Chunk, chunks, is_cut, piece_rows, rows_of, share
 from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
+from slipcast.engine.computed_rows import undone
 from slipcast.engine.file_codec import part_tensors
 from slipcast.engine.file_weight import FileWeight
 from slipcast.engine.fp8_compute import enable_compute_
@@ -26,6 +27,7 @@ from slipcast.engine.weight_entries import WEIGHT
 from slipcast.engine.workers import workers
 from slipcast.registry.errors import LoadCancelled, QuantisationError
 from slipcast.registry.header import Header
+from slipcast.registry.keymap.operations import NUMBERED, word_of
 from slipcast.registry.quantisation import Bundle, assemble
 from slipcast.registry.side_tensors import INPUT_SCALE
 
@@ -171,8 +173,7 @@ def _fill(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
     """Bring one chunk of the file into the tensor that a target is stored in, or quantise it; says what was read."""
     values = work.weight(piece).values(*chunk.rows, getattr(torch, target.stored[0].dtype))
     rows = slice(*chunk.target_rows)
-    if piece.operation == "transpose" and values.ndim == 2:
-        values = values.t()
+    values = undone(values, piece.operation)
     values = values.reshape((rows.stop - rows.start, *target.shape[1:]) if target.shape else ())
     if target.mapped:
         work.tensors[target.stored[0].name] = with_own_storage(values)
@@ -208,7 +209,7 @@ def _keep_jobs(work: _Work, target: Target) -> Iterator[_Job]:
     if len({piece.source for piece in pieces}) > 1:
         for piece in pieces:
             yield partial(_keep_rows, work, target, piece, Chunk(piece_rows(piece), piece.target_rows or (0, 0)))
-    elif len(pieces) > 1 or not is_cut(pieces[0]):
+    elif len(pieces) > 1 or not is_cut(pieces[0]) or word_of(pieces[0].operation) in NUMBERED:
         yield partial(_keep_sorted, work, target, pieces)
     else:
         for chunk in chunks(target, pieces[0], work.plan.request.chunk_mib):
@@ -218,8 +219,8 @@ def _keep_jobs(work: _Work, target: Target) -> Iterator[_Job]:
 
 @torch.no_grad()
 def _keep_sorted(work: _Work, target: Target, pieces: Sequence[Piece]) -> _Read:
-    """Put several ranges of rows of one weight one after another."""
-    parts = work.weight(pieces[0]).selected([piece_rows(piece) for piece in pieces])
+    """Put several ranges of rows of one weight one after another, or all of its rows in another order."""
+    parts = work.weight(pieces[0]).selected([piece_rows(piece) for piece in pieces], pieces[0].operation)
     for index, part in enumerate(parts.values()):
         work.stored(target, index).copy_(part)
     return [(piece, piece_rows(piece)) for piece in pieces]

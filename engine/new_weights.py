@@ -16,7 +16,7 @@ from slipcast.registry.errors import AccountingError
 from slipcast.registry.header import Shape
 from slipcast.registry.identify import Match
 from slipcast.registry.keymap.link import Link, Term
-from slipcast.registry.keymap.operations import joined_shape, native_shape, shared_shapes
+from slipcast.registry.keymap.operations import COMPUTED, joined_shape, native_shape, shared_shapes, word_of
 
 Codecs = Mapping[str, str]
 """Name of a weight's bundle in the input -> name of the codec that it is in."""
@@ -134,7 +134,7 @@ def _shares(
         yield link.files[0], whole, pieces
         return
     shared = None if whole is None else shared_shapes(whole, len(link.files))
-    if shared is None or len(pieces) > 1 or pieces[0].operation == "transpose":
+    if shared is None or len(pieces) > 1 or word_of(pieces[0].operation) in {"transpose"} | COMPUTED:
         raise AccountingError(
             f"{' + '.join(link.files)} can't be made of " + " + ".join(term.model for term in link.terms),
             expected="tensors whose rows can be joined, or shared out equally",

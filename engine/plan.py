@@ -6,14 +6,16 @@ A plan is a frozen value that is printed, saved as JSON and executed. It decides
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from slipcast.registry.errors import PlanMismatchError
-from slipcast.registry.keymap.link import Operation
+from slipcast.registry.keymap.operations import OPERATIONS
 
 PLAN_VERSION = 1
+
+_OPERATION = rf"^({'|'.join(OPERATIONS)})(/[1-9][0-9]{{0,6}})?$"
 
 Fate = Literal["loaded", "folded", "side tensor", "other component", "dropped"]
 Kind = Literal["parameter", "buffer"]
@@ -70,7 +72,7 @@ class Piece(_Frozen):
 
     source: str
     source_rows: tuple[int, int] | None = None
-    operation: Operation | None = None
+    operation: Annotated[str, StringConstraints(pattern=_OPERATION)] | None = None
     target_rows: tuple[int, int] | None = None
     codec: str | None = None
     shape: tuple[int, ...] = ()

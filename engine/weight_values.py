@@ -14,6 +14,7 @@ from slipcast.engine.codecs.base import CODES, SCALE, Codec, Parts, bits
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.codecs.nvfp4 import NVFP4
 from slipcast.engine.codecs.scaled import ScaledCodec
+from slipcast.engine.computed_rows import undone
 from slipcast.engine.file_weight import FileWeight
 from slipcast.engine.plan import Piece, Target
 from slipcast.engine.reader import torch_dtype
@@ -58,9 +59,7 @@ def _values(target: Target, weight_of: Open) -> Iterator[tuple[int, Tensor]]:
         weight = weight_of(piece)
         for chunk in chunks(target, piece, _CHUNK_MIB):
             values = weight.values(*chunk.rows, torch.float32)
-            if piece.operation == "transpose" and values.ndim == 2:
-                values = values.t()
-            yield chunk.target_rows[0] * width, values.reshape(-1)
+            yield chunk.target_rows[0] * width, undone(values, piece.operation).reshape(-1)
 
 
 def _cast(target: Target, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,7 +97,7 @@ def _kept_parts(target: Target, weight_of: Open) -> Parts:
         ranges = [(piece, piece_rows(piece)) for piece in pieces]
         weight = weight_of(ranges[0][0])
         rows = sum(last - first for _, (first, last) in ranges)
-        parts = weight.selected([each for _, each in ranges])
+        parts = weight.selected([each for _, each in ranges], ranges[0][0].operation)
         if ranges[0][0].operation == "transpose":  # only codes without scales stay codes then
             parts = {CODES: bits(parts[CODES]).t().contiguous().view(parts[CODES].dtype)}
         several.append((_adapted(parts, weight.codec, codec, rows), rows))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from slipcast.engine import safetensors_writer
 from slipcast.engine.convert import Converted, convert
-from slipcast.registry.catalogue import load_catalogue, load_family_file
+from slipcast.registry.catalogue import Catalogue, load_catalogue, load_family_file
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.errors import LoadCancelled, SettingsError, SlipcastError, UnsupportedFileError
 from slipcast.registry.family import Family
@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _match(path: Path, catalogue: Mapping[str, Family] | None = None) -> Match:
-    return identify(read_checkpoint(path), catalogue or load_catalogue())[0]
+    return identify(read_checkpoint(path), Catalogue(catalogue) if catalogue else load_catalogue())[0]
 
 
 def _convert(path: Path, out: Path, layout: str, **options: object) -> Converted:
@@ -144,6 +144,7 @@ keys:
   swapped: swap_halves(cap_embedder.1)
   flattened: flat(x_pad_token)
   convolution: conv1x1(all_final_layer.2-1.linear)
+  interleaved: interleave(layers.0.attention.to_out.0, 4)
   "fused.to_apart.{i}": swap_halves(layers.{i}.attention.to_q) + layers.{i}.attention.to_k + layers.{i}.attention.to_v
   "apart.{i}.first + apart.{i}.second": layers.{i}.feed_forward.w1
 precision: {fp16: safe, fp8: {storage: supported, compute: supported}}

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipcast.registry.keymap.operations import Change, SideLaw, accepts, native_shape, side_law
-from slipcast.registry.keymap.rules import OPERATIONS
+from slipcast.registry.keymap.operations import OPERATIONS, Change, SideLaw, accepts, native_shape, side_law, word_of
 from support.links import NATIVE
 
 FOLLOWS, COPIED, SPLIT, JOIN, SWAP, FOLDED = SideLaw
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 6), (2, 3), (4, 3)])
-@pytest.mark.parametrize("operation", [None, *OPERATIONS])
+@pytest.mark.parametrize("shape", [(4,), (4, 6), (8, 3), (4, 3)])
+@pytest.mark.parametrize("operation", NATIVE)
 def test_shape_is_that_of_the_values(operation: str | None, shape: tuple[int, ...]) -> None:
     assert native_shape(operation, shape) == tuple(NATIVE[operation](torch.empty(shape)).shape)  # type: ignore[arg-type]
 
@@ -53,13 +52,16 @@ def test_shapes_that_a_file_may_have(
         ("transpose", (FOLDED, FOLDED, FOLDED)),
         ("flat", (FOLDED, FOLDED, FOLDED)),
         ("reshape", (FOLDED, FOLDED, FOLDED)),
+        ("interleave/64", (FOLLOWS, SWAP, SWAP)),
+        ("plus_one", (FOLDED, FOLDED, FOLDED)),
     ],
 )
 def test_laws_for_scales(change: Change, laws: tuple[SideLaw, SideLaw, SideLaw]) -> None:
     assert (side_law(change, "tensor"), side_law(change, "row"), side_law(change, "block")) == laws
 
 
-def test_every_operation_has_a_law() -> None:
+def test_every_operation_has_a_law_and_a_meaning() -> None:
+    assert {word_of(operation) for operation in NATIVE} == {None, *OPERATIONS}
     assert all(isinstance(side_law(operation, "row"), SideLaw) for operation in OPERATIONS)
 
 

@@ -70,12 +70,25 @@ def _swapped(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([second, first])
 
 
+def _interleaved(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The two halves of each so many rows, one row of each after the other."""
+    groups = [torch.stack(group.chunk(2), 1).flatten(0, 1) for group in tensor.split(rows)]
+    return torch.cat(groups)
+
+
+def _deinterleaved(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    groups = [torch.cat([group[0::2], group[1::2]]) for group in tensor.split(rows)]
+    return torch.cat(groups)
+
+
 OPERATIONS: dict[str, tuple[str, Operation, Operation]] = {
     # the rule for w2, [64, 170]; the file's tensor of the model's; the model's of the file's
     "swap_halves": ("w2: swap_halves(w2)", _swapped, _swapped),
     "transpose": ("w2: transpose(w2)", lambda t: t.t(), lambda t: t.t()),
     "flat": ("w2: flat(w2)", lambda t: t.flatten(), lambda t: t.view(64, 170)),
     "reshape": ("w2: reshape(w2)", lambda t: t.reshape(32, 340), lambda t: t.reshape(64, 170)),
+    "interleave": ("w2: interleave(w2, 16)", lambda t: _interleaved(t, 16), lambda t: _deinterleaved(t, 16)),
+    "deinterleave": ("w2: deinterleave(w2, 16)", lambda t: _deinterleaved(t, 16), lambda t: _interleaved(t, 16)),
     "conv1x1": ("w2: conv1x1(w2)", lambda t: t[..., None, None], lambda t: t.view(64, 170)),
 }
 
@@ -157,7 +170,7 @@ def test_an_operation_is_undone_on_codes_and_their_scales(
     assert loaded.report.differences == ()
     _check(loaded.model, expected)
     kept = {target.name for target in loaded.report.plan.targets if target.how == "keep"}
-    keeps = fp8 == "auto" and operation in ("swap_halves", "conv1x1")
+    keeps = fp8 == "auto" and operation in ("swap_halves", "conv1x1", "interleave", "deinterleave")
     assert kept == ({f"{block}.feed_forward.w2.weight" for block in BLOCKS} if keeps else set())
     if fp8 == "auto" and not keeps:
         reasons = set(loaded.report.plan.folded.values())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Operation = Literal["swap_halves", "transpose", "flat", "reshape", "conv1x1", "one_frame"]
+Operation = str
+"""What the file's tensor is of the model's: a word, where it takes a number after a slash (``interleave/128``)."""
 
 
 @dataclass(frozen=True, slots=True)

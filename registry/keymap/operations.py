@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from math import prod
+from types import MappingProxyType
 from typing import Literal
 
 from slipcast.registry.header import Shape
 from slipcast.registry.keymap.link import Operation
 
 Granularity = Literal["tensor", "row", "block"]
-Change = Operation | Literal["split", "join"] | None
+
+OPERATIONS: tuple[str, ...] = (
+    "swap_halves",
+    "transpose",
+    "flat",
+    "reshape",
+    "conv1x1",
+    "one_frame",
+    "interleave",
+    "deinterleave",
+    "plus_one",
+    "minus_one",
+)
+"""The words of a key map's operations."""
+
+NUMBERED = frozenset({"interleave", "deinterleave"})
+"""Those that take a number of rows."""
+
+COMPUTED = frozenset({"interleave", "deinterleave", "plus_one", "minus_one"})
+"""Those whose values are no extract of the file's: rows in another order, or other numbers."""
+
+_INVERSES: Mapping[str, str] = MappingProxyType(
+    {
+        "swap_halves": "swap_halves",
+        "transpose": "transpose",
+        "interleave": "deinterleave",
+        "deinterleave": "interleave",
+        "plus_one": "minus_one",
+        "minus_one": "plus_one",
+    }
+)
+
+Change = Operation | None
+"""An operation, "split" or "join"; None for a change of name alone."""
 
 
 class SideLaw(Enum):
@@ -24,7 +58,7 @@ class SideLaw(Enum):
             blocks span rows of two parts.
         JOIN_ROWS: the parts' scales are joined as the rows are. Equal scales of whole tensors stay one; others become
             one for each row. Block scales whose blocks would span rows of two parts are folded.
-        SWAP_ROWS: its row halves are exchanged with the weight's.
+        SWAP_ROWS: its rows change places with the weight's.
         FOLDED: the weight is dequantised with it, in float32, and cast once; no scale is left.
     """
 
@@ -36,12 +70,16 @@ class SideLaw(Enum):
     FOLDED = "folded"
 
 
-_LAWS: dict[Change, tuple[SideLaw, SideLaw, SideLaw]] = {
+_LAWS: dict[str | None, tuple[SideLaw, SideLaw, SideLaw]] = {
     # change: for a scale of the whole tensor, one for each row, one for each block
     None: (SideLaw.FOLLOWS, SideLaw.FOLLOWS, SideLaw.FOLLOWS),
     "split": (SideLaw.COPIED, SideLaw.SPLIT_ROWS, SideLaw.SPLIT_ROWS),
     "join": (SideLaw.JOIN_ROWS, SideLaw.JOIN_ROWS, SideLaw.JOIN_ROWS),
     "swap_halves": (SideLaw.FOLLOWS, SideLaw.SWAP_ROWS, SideLaw.SWAP_ROWS),
+    "interleave": (SideLaw.FOLLOWS, SideLaw.SWAP_ROWS, SideLaw.SWAP_ROWS),
+    "deinterleave": (SideLaw.FOLLOWS, SideLaw.SWAP_ROWS, SideLaw.SWAP_ROWS),
+    "plus_one": (SideLaw.FOLDED, SideLaw.FOLDED, SideLaw.FOLDED),
+    "minus_one": (SideLaw.FOLDED, SideLaw.FOLDED, SideLaw.FOLDED),
     "conv1x1": (SideLaw.FOLLOWS, SideLaw.FOLLOWS, SideLaw.FOLDED),  # the rows stay the rows
     "one_frame": (SideLaw.FOLLOWS, SideLaw.FOLLOWS, SideLaw.FOLDED),
     "transpose": (SideLaw.FOLDED, SideLaw.FOLDED, SideLaw.FOLDED),
@@ -58,7 +96,34 @@ def side_law(change: Change, granularity: Granularity) -> SideLaw:
             a change of name alone.
         granularity: how many weights share one scale: the whole tensor, a row, or a block of a row.
     """
-    return _LAWS[change][("tensor", "row", "block").index(granularity)]
+    return _LAWS[word_of(change)][("tensor", "row", "block").index(granularity)]
+
+
+def word_of(operation: Operation | None) -> str | None:
+    """The word of an operation, without its number."""
+    return None if operation is None else operation.partition("/")[0]
+
+
+def number_of(operation: Operation) -> int:
+    """The number of rows that an operation takes."""
+    return int(operation.partition("/")[2])
+
+
+def inverse(operation: Operation | None) -> Operation | None:
+    """The operation that takes an operation back.
+
+    Raises:
+        KeyError: a view, whose shape only the model knows.
+    """
+    if operation is None:
+        return None
+    word, slash, number = operation.partition("/")
+    return _INVERSES[word] + slash + number
+
+
+def has_inverse(operation: Operation | None) -> bool:
+    """Whether another operation takes it back, whatever the shapes are."""
+    return operation is None or word_of(operation) in _INVERSES
 
 
 def native_shape(operation: Operation | None, shape: Shape) -> Shape | None:
@@ -68,11 +133,15 @@ def native_shape(operation: Operation | None, shape: Shape) -> Shape | None:
     module.
 
     Returns:
-        The shape as saving writes it, or None where the operation can't be done: halves of an odd number of rows,
-        ``transpose`` or ``conv1x1`` of more than two dimensions, ``one_frame`` of others than one or four.
+        The shape as saving writes it, or None where the operation can't be done: halves of an odd number of rows, rows
+        that do not come out even, ``transpose`` or ``conv1x1`` of more than two dimensions, ``one_frame`` of others than
+        one or four.
     """
     if operation == "swap_halves":
         return shape if shape and shape[0] % 2 == 0 else None
+    if word_of(operation) in NUMBERED:
+        rows = number_of(operation or "")
+        return shape if shape and rows % 2 == 0 and shape[0] % rows == 0 else None
     if operation in ("transpose", "conv1x1") and len(shape) > 2:
         return None
     if operation == "transpose":

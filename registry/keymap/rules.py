@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import get_args
 
 from slipcast.registry.errors import KeyMapError
 from slipcast.registry.keymap.link import Operation
+from slipcast.registry.keymap.operations import NUMBERED, OPERATIONS
 from slipcast.registry.keymap.place import (
     LAST,
     ArithmeticHole,
@@ -31,8 +31,7 @@ MAX_ENTRIES = 4096
 MAX_DEPTH = 16
 MAX_TERMS = 16
 MAX_SPELLINGS = 16
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-_CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\(([^()]*)\)")
+_CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\(([^(),]*)(?:, ([1-9][0-9]{0,6}))?\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,8 @@ class RuleTerm:
     operation: Operation | None = None
 
     def __str__(self) -> str:
-        return f"{self.operation}({self.place})" if self.operation else str(self.place)
+        word, _, number = (self.operation or "").partition("/")
+        return f"{word}({self.place}{f', {number}' if number else ''})" if word else str(self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +172,23 @@ def _parse_term(text: str, where: Where) -> tuple[Operation | None, Place]:
     call = _CALL.fullmatch(text)
     if call is None:
         return None, parse_place(text, where)
-    for operation in OPERATIONS:
-        if operation == call[1]:
-            return operation, parse_place(call[2].strip(), where)
-    nearest = get_close_matches(call[1], OPERATIONS, 1)
-    raise KeyMapError(
-        f"the operation {call[1]!r}",
-        expected=f"one of {', '.join(OPERATIONS)}",
-        hint=f"write {nearest[0]}(...)" if nearest else "take one of these, or leave the name as it is",
-        where=where,
-    )
+    word, place, number = call.groups()
+    if word not in OPERATIONS:
+        nearest = get_close_matches(word, OPERATIONS, 1)
+        raise KeyMapError(
+            f"the operation {word!r}",
+            expected=f"one of {', '.join(OPERATIONS)}",
+            hint=f"write {nearest[0]}(...)" if nearest else "take one of these, or leave the name as it is",
+            where=where,
+        )
+    if (number is not None) != (word in NUMBERED):
+        raise KeyMapError(
+            f"{text!r}",
+            expected=f"{word}(place, rows), the rows as a whole number" if word in NUMBERED else f"{word}(place)",
+            hint="correct the operation",
+            where=where,
+        )
+    return word if number is None else f"{word}/{number}", parse_place(place.strip(), where)
 
 
 def _with_words(

@@ -23,6 +23,10 @@ NATIVE: Mapping[Operation | None, Callable[[torch.Tensor], torch.Tensor]] = {
     "transpose": lambda tensor: tensor.T if tensor.ndim == 2 else tensor,
     "flat": lambda tensor: tensor.flatten(),
     "reshape": lambda tensor: tensor,
+    "interleave/4": lambda tensor: torch.cat([group[[0, 2, 1, 3]] for group in tensor.split(4)]),
+    "deinterleave/4": lambda tensor: torch.cat([group[[0, 2, 1, 3]] for group in tensor.split(4)]),
+    "plus_one": lambda tensor: tensor + 1,
+    "minus_one": lambda tensor: tensor - 1,
     "conv1x1": lambda tensor: tensor[:, :, None, None] if tensor.ndim == 2 else tensor,
     "one_frame": lambda tensor: tensor[:, :, None] if tensor.ndim == 4 else tensor,
 }
@@ -34,6 +38,10 @@ def _to_model(operation: Operation | None, native: torch.Tensor, shape: torch.Si
         return _swap_halves(native)
     if operation == "transpose":
         return native.T if native.ndim == 2 else native
+    if operation in ("plus_one", "minus_one"):
+        return native - 1 if operation == "plus_one" else native + 1
+    if operation in ("interleave/4", "deinterleave/4"):  # of four rows each is the other
+        return NATIVE[operation](native)
     return native.reshape(shape)
 
 
