@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PlainSerializer, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    StringConstraints,
+    model_validator,
+)
 from typing_extensions import TypeAliasType
 
 from slipcast.registry.frozen import FrozenMapping
@@ -78,8 +87,11 @@ class Tiny(BaseModel):
     config: Annotated[Mapping[str, JsonValue], *_Frozen]
     """Constructor arguments of the small model; what a header shows of them must be inferred as it stands here."""
 
-    inputs: Annotated[Mapping[str, Input], *_Frozen]
+    inputs: Annotated[Mapping[str, Input], *_Frozen] = Field(default_factory=FrozenMapping)
     """Arguments of its forward: numbers, lists, mappings, and tensors by recipe: `normal 1x4x8x8`."""
+
+    not_alone: str = ""
+    """Why the class does not run by itself, in place of `inputs`; its forward is then not proven."""
 
     converter_differs: Annotated[Mapping[str, Annotated[str, StringConstraints(min_length=1)]], *_Frozen] = Field(
         default_factory=FrozenMapping
@@ -89,3 +101,13 @@ class Tiny(BaseModel):
 
     fp8_error: float = Field(gt=0, lt=1)
     """Largest relative L2 distance between its outputs in fp8, stored or multiplied in it, and in float32."""
+
+    @model_validator(mode="after")
+    def _runs_or_says_why_not(self) -> Tiny:
+        if bool(self.inputs) == bool(self.not_alone):
+            raise mistake(
+                "inputs and a reason against running" if self.inputs else "neither inputs nor a reason against running",
+                "inputs: {...}, or not_alone: why",
+                "write the arguments of the forward, or say why the class does not run by itself",
+            )
+        return self

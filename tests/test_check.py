@@ -143,9 +143,9 @@ BROKEN = [
     (
         "recognised",
         "header: z-image-turbo--comfy-bf16",
-        "header: sd15--aio",
+        "header: lora-flux1--kohya",
         "examples.0.header",
-        "sd15--aio: no family",
+        "lora-flux1--kohya: no family",
     ),
     ("layout", ", noise_refiner.0.attention.qkv.weight", "", "identify.has", "every name of the evidence"),
     (
@@ -291,6 +291,15 @@ def test_an_example_that_is_another_familys(tmp_path: Path, records: Records) ->
     path = _edited(tmp_path / "z-image.yaml", ("z-image-turbo--comfy-bf16", "krea2--raw-native"))
     result = _prove("recognised", path, records)
     assert (result.status, "krea2--raw-native is recognised as krea-2" in result.detail) == ("failed", True)
+
+
+def test_a_class_that_does_not_run_by_itself_is_proven_but_for_its_forward(records: Records) -> None:
+    path = FILE.with_name("controlnets") / "z-image-control.yaml"
+    led = {name: _prove(name, path, records) for name in ("values", "forward", "keep")}
+    assert {name: proof.status for name, proof in led.items()} == {
+        "values": "ok", "forward": "skipped", "keep": "skipped"
+    }  # fmt: skip
+    assert "does not run by itself: its forward uses embedders" in led["forward"].detail
 
 
 def test_a_converter_that_knows_one_size_is_asked_about_an_example(tmp_path: Path, records: Records) -> None:

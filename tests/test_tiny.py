@@ -12,6 +12,7 @@ from slipcast.registry.errors import FamilyFileError
 from slipcast.registry.tiny import Recipe, parse_recipe
 from support.family_files import MINIMAL_LINES, write_family
 
+ALONE = "tiny:\n  config: {dim: 8}\n  fp8_error: 0.1\n%s"
 TINY = "tiny:\n  config: {dim: 8}\n  inputs:\n    x: %s\n  fp8_error: 0.1\n"
 
 
@@ -60,3 +61,18 @@ def test_a_wrong_input_is_named_with_its_line(tmp_path: Path, value: str, found:
     assert error.value.found == found
     assert error.value.line == MINIMAL_LINES + 4
     assert error.value.field.startswith("tiny.inputs.x")
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [("", "neither inputs nor"), ("  inputs: {x: 1}\n  not_alone: why\n", "inputs and a reason against running")],
+)
+def test_a_small_model_has_inputs_or_says_why_it_does_not_run(tmp_path: Path, more: str, found: str) -> None:
+    with pytest.raises(FamilyFileError, match=found):
+        load_family_file(write_family(tmp_path, more=ALONE % more))
+
+
+def test_a_class_that_does_not_run_by_itself_has_no_inputs(tmp_path: Path) -> None:
+    tiny = load_family_file(write_family(tmp_path, more=ALONE % "  not_alone: needs another\n")).tiny
+    assert tiny is not None
+    assert (dict(tiny.inputs), tiny.not_alone) == ({}, "needs another")

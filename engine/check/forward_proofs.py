@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from slipcast.engine.check.proof import Outcome, proved
+from slipcast.engine.check.proof import Outcome, proved, skipped
 from slipcast.engine.check.small_model import (
     SmallFiles,
     output_dtypes,
@@ -38,6 +38,8 @@ def prove_forward(subject: Subject) -> Outcome:
     tiny = subject.family.tiny
     if subject.tiny is None or tiny is None:
         return no_small_model(subject)
+    if tiny.not_alone:
+        return skipped(f"the class does not run by itself: {tiny.not_alone}")
     values = random_values(subject.tiny)
     try:
         files = write_files(subject.family, values, subject.scratch / "forward")
@@ -120,6 +122,8 @@ def prove_keep(subject: Subject) -> Outcome:
     tiny, precision = subject.family.tiny, subject.family.precision
     if subject.tiny is None or tiny is None:
         return no_small_model(subject)
+    if tiny.not_alone:
+        return skipped(f"the class does not run by itself: {tiny.not_alone}")
     if not precision.fp8.storage.supported:
         return proved(f"fp8 is not tried: {precision.fp8.storage.reason}")
     kept = [place for places in precision.keep.values() for place in places]
