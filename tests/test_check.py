@@ -191,6 +191,21 @@ def test_a_broken_file_fails_where_it_is_broken(
     assert f"{word}:" in line
 
 
+def test_a_converter_gets_what_the_family_drops_where_it_wants_that(
+    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wants(checkpoint: dict[str, torch.Tensor], **_: Any) -> dict[str, torch.Tensor]:
+        checkpoint.pop("norm_final.weight")
+        return {**original(checkpoint=checkpoint), "norm_final.weight": torch.zeros(1)}
+
+    original = value_proofs._converter("diffusers.ZImageTransformer2DModel")
+    assert original is not None
+    monkeypatch.setattr(value_proofs, "_converter", lambda _: wants)
+    assert _prove("converter", FILE, records).status == "ok"
+    path = _edited(tmp_path / "z-image.yaml", ("  norm_final.weight: ", "  norm_first.weight: "))
+    assert _prove("converter", path, records).status == "skipped"
+
+
 def test_where_the_converter_differs_is_said_with_the_reason(tmp_path: Path, records: Records) -> None:
     swapped = ("qkv: to_q + to_k", "qkv: to_k + to_q")
     said = '  converter_differs: {"%s": they swap}\n  fp8_error'

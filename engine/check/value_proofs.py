@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def prove_converter(subject: Subject) -> Outcome:
     bare = {name: tensor for name, tensor in bare.items() if subject.family.key_map.contained(name) is None}
     of = ""
     try:
-        theirs = _convert_named(converter, native, bare, subject.tiny)
+        theirs = _convert_named(converter, native, bare, subject.tiny, _dropped(subject.family.key_map))
     except Exception as error:  # some want the sizes of the published model
         published = next((case.built for case in subject.cases if case.built is not None), _default_model(subject))
         thin = None if published is None else thin_files(subject.family.key_map, published.shapes)
@@ -92,7 +93,8 @@ def prove_converter(subject: Subject) -> Outcome:
         except Exception as again:
             return skipped(f"diffusers' converter fails at full size: {type(again).__name__}: {again}")
         of = " of one column each, at full size"
-    found = differing(values, theirs)
+    left = {name for name in theirs if name not in values and subject.family.key_map.drop_reason(name) is not None}
+    found = differing(values, {name: tensor for name, tensor in theirs.items() if name not in left})
     excused = _excused(subject, {name: tuple(tensor.shape) for name, tensor in values.items()}, found)
     wrong = [name for name in found if name not in excused]
     if wrong:
@@ -144,14 +146,26 @@ def _convert(
 
 
 def _convert_named(
-    converter: Callable[..., Mapping[str, torch.Tensor]], full: Tensors, bare: Tensors, built: Built
+    converter: Callable[..., Mapping[str, torch.Tensor]],
+    full: Tensors,
+    bare: Tensors,
+    built: Built,
+    dropped: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Mapping[str, torch.Tensor]:
-    """What a converter makes of names without their prefix, or with it where it takes only those."""
-    try:
-        made = _convert(converter, bare, built)
-    except Exception:
-        return _convert(converter, full, built)
-    return made or _convert(converter, full, built)
+    """What a converter makes of names without their prefix, of these and what nobody loads, or of names with it."""
+    for tried in (bare, {**bare, **dropped}):
+        try:
+            made = _convert(converter, tried, built)
+        except Exception:  # it wants the others
+            continue
+        if made:
+            return made
+    return _convert(converter, full, built)
+
+
+def _dropped(key_map: KeyMap) -> Tensors:
+    """A tensor for each that a file may hold and nobody loads, where its name is whole."""
+    return {str(drop.place): torch.zeros(1) for drop in key_map.drops if "{" not in str(drop.place)}
 
 
 def thin_files(key_map: KeyMap, shapes: Mapping[str, Shape]) -> tuple[Tensors, Tensors] | None:
