@@ -134,8 +134,8 @@ def native_shape(operation: Operation | None, shape: Shape) -> Shape | None:
 
     Returns:
         The shape as saving writes it, or None where the operation can't be done: halves of an odd number of rows, rows
-        that do not come out even, ``transpose`` or ``conv1x1`` of more than two dimensions, ``one_frame`` of others than
-        one or four.
+        that do not come out even, ``transpose`` or ``conv1x1`` of more than two dimensions, ``one_frame`` of others
+        than one or four.
     """
     if operation == "swap_halves":
         return shape if shape and shape[0] % 2 == 0 else None
