@@ -95,8 +95,8 @@ def _is_whole(target: Target, piece: Piece) -> bool:
     """Whether a piece is read in one go: its rows are not the target's, or can't be taken apart."""
     if word_of(piece.operation) in _WHOLE or prod(piece.shape[1:]) != prod(target.shape[1:]) or not piece.shape:
         return True
-    if target.how == "encode":
-        return not _codec(target).streams
+    if target.how == "encode" and not _codec(target).streams:
+        return True
     return piece.codec is not None and not is_cut(piece)
 
 
@@ -113,19 +113,23 @@ def _tile(piece: Piece) -> int:
 def _scratch_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> int:
     rows = _largest(target, piece, chunk_mib)
     elements = rows * prod(piece.shape[1:])
+    moved = elements * max(_FLOAT32, _item(bundle)) if word_of(piece.operation) in COMPUTED else 0
+    decoding = 0 if piece.codec is None else _decoding_bytes(target, piece, bundle, elements)
     if target.how == "encode":
         in_one_go = 0 if _codec(target).streams else elements * (_FLOAT32 + _item(bundle))
-        return elements * _FLOAT32 + in_one_go + rows * _PER_ROW
-    moved = elements * max(_FLOAT32, _item(bundle)) if word_of(piece.operation) in COMPUTED else 0
-    if piece.codec is None:
-        return moved
+        return decoding + elements * _FLOAT32 + in_one_go + rows * _PER_ROW
+    return decoding if target.how == "keep" else decoding + moved
+
+
+def _decoding_bytes(target: Target, piece: Piece, bundle: Bundle, elements: int) -> int:
+    """Bytes that so many elements of a piece in codes take while they are decoded, or that codes take while sorted."""
     sorted_anew = 2 * _nbytes(bundle) if not is_cut(piece) or word_of(piece.operation) in NUMBERED else 0
     if target.how == "keep":
         return sorted_anew
-    codec = codec_named(piece.codec)
+    codec = codec_named(piece.codec or "")
     if not codec.takes_rows(matrix_shape(piece.shape)):
         elements = prod(piece.shape)  # decoded whole, whatever rows of it are wanted
-    return moved + sorted_anew + elements * (_DECODING if isinstance(codec, ScaledCodec) else _UNPACKING)
+    return sorted_anew + elements * (_DECODING if isinstance(codec, ScaledCodec) else _UNPACKING)
 
 
 def _slab_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> int:

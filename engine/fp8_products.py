@@ -39,7 +39,7 @@ IN_COMPUTE_DTYPE = Products(False)
 
 
 def choose_products(
-    module: nn.Module, codec: Codec, bundles: Sequence[Bundle], header: Header, *, follow_hints: bool
+    module: nn.Module, codec: Codec, bundles: Sequence[Bundle], header: Header, *, kept: bool, follow_hints: bool
 ) -> Products:
     """Decide for one quantised layer.
 
@@ -48,6 +48,7 @@ def choose_products(
         codec: what its weight is kept in.
         bundles: the file's weights that it is made of.
         header: whose files hold the static scales; these few bytes are read.
+        kept: whether the codes are the file's, with which its scales of activations were calibrated.
         follow_hints: whether a producer's wish for full precision is followed.
     """
     if type(module) is not nn.Linear:
@@ -57,6 +58,9 @@ def choose_products(
         return Products(False, reason=obstacle)
     if follow_hints and any(bundle.full_precision for bundle in bundles):
         return Products(False, reason="its producer marks it for products in full precision")
+    if not kept:
+        calibrated = any(INPUT_SCALE in bundle.sides for bundle in bundles)
+        return Products(True, reason="its scale of activations was calibrated with other codes" if calibrated else "")
     value, reason = _static_scale(bundles, header)
     return Products(True, value is not None, reason)
 

@@ -171,7 +171,8 @@ def _in_file_order(work: _Work) -> list[Target]:
 @torch.no_grad()
 def _fill(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
     """Bring one chunk of the file into the tensor that a target is stored in, or quantise it; says what was read."""
-    values = work.weight(piece).values(*chunk.rows, getattr(torch, target.stored[0].dtype))
+    dtype = torch.float32 if target.how == "encode" else getattr(torch, target.stored[0].dtype)
+    values = work.weight(piece).values(*chunk.rows, dtype)
     rows = slice(*chunk.target_rows)
     values = undone(values, piece.operation)
     values = values.reshape((rows.stop - rows.start, *target.shape[1:]) if target.shape else ())

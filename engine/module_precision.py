@@ -120,12 +120,7 @@ class ModuleChooser:
         reason = self._stays_plain(path)
         if reason:
             return WeightChoice(None, False, reason)
-        if not in_codes:
-            codec = layer_codec(module, _ENCODED)
-            if len(rows) > 1 and not codec.streams:
-                return WeightChoice(None, False, f"{codec.name} needs all rows at once, which several tensors hold")
-            return self._with_products(module, codec, rows, keep=False, reason="")
-        return self._kept_choice(path, module, rows)
+        return self._kept_choice(path, module, rows) if in_codes else self._new_choice(module, rows, reason="")
 
     def _stays_plain(self, path: str) -> str:
         """Why a layer is never quantised, or ""."""
@@ -141,8 +136,17 @@ class ModuleChooser:
             return WeightChoice(None, False, "dequantised: fp8 is off")
         codec, obstacle = kept_codec(module, rows, self.saved.codecs.get(path))
         if codec is None:
+            if self._encodes and quantisation_obstacle(module, _ENCODED) is None:
+                return self._new_choice(module, rows, reason=f"quantised anew, as fp8.remainder asks: {obstacle}")
             return WeightChoice(None, False, f"dequantised: {obstacle}")
         return self._with_products(module, codec, rows, keep=True, reason="the file's codes and scales as they are")
+
+    def _new_choice(self, module: nn.Module, rows: Sequence[CodedRows], reason: str) -> WeightChoice:
+        """The choice for a weight that is to be quantised, from plain values or from codes that no layer keeps."""
+        codec = layer_codec(module, _ENCODED)
+        if len(rows) > 1 and not codec.streams:
+            return WeightChoice(None, False, f"{codec.name} needs all rows at once, which several tensors hold")
+        return self._with_products(module, codec, rows, keep=False, reason=reason)
 
     def _with_products(
         self, module: nn.Module, codec: Codec, rows: Sequence[CodedRows], *, keep: bool, reason: str
@@ -152,7 +156,7 @@ class ModuleChooser:
         if self.fp8 != "compute":
             return WeightChoice(codec.name, keep, reason, full_precision=marked)
         follow = self.settings.hints == "follow"
-        products = choose_products(module, codec, bundles, self.match.header, follow_hints=follow)
+        products = choose_products(module, codec, bundles, self.match.header, kept=keep, follow_hints=follow)
         return WeightChoice(codec.name, keep, "; ".join(filter(None, (reason, products.reason))), products, marked)
 
     def _lines(self, path: str, module: nn.Module, choice: WeightChoice | None) -> Iterator[Module]:

@@ -243,7 +243,7 @@ class Plan(_Frozen):
 
     @property
     def folded(self) -> dict[str, str]:
-        """Quantised weights of the file that are dequantised, with the reason."""
+        """Quantised weights of the file that are dequantised, also where they are quantised anew, with the reason."""
         return {tensor.name: tensor.reason for tensor in self.tensors if tensor.fate == "folded"}
 
     @property

@@ -211,7 +211,7 @@ def _fates(
     spare = {piece.source: name for name, pieces in accounts.pieces.items() for piece in pieces}
     for bundle in match.everything.weights.values():
         taking = takers[bundle.name]
-        folding = [target for target in taking if target.how == "decode"]
+        folding = [target for target in taking if target.how in ("decode", "encode")]
         if not taking and bundle.name not in spare:
             continue
         if not taking:

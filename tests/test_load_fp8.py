@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AceStepTransformer1DModel
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import slipcast
 from slipcast.engine import chunks
+from support.convolutions import ACE, ACE_CONFIG
 from support.fp8_checkpoints import KEPT, QUANTISED, Fp8File, Scaled, decoded, fp8_file
 from support.isolation import isolate
-from support.number_formats import bytes_of
+from support.number_formats import bytes_of, relative_l2
 from support.tiny_z_image import Tensors, tiny_tensors
 
 E5M2 = torch.float8_e5m2
@@ -232,6 +235,61 @@ def test_what_a_producer_left_alone(tmp_path: Path, tensors: Tensors, remainder:
     assert _kept_targets(loaded) == kept
     state = loaded.model.state_dict()
     assert all((bytes_of(state[name]) == bytes_of(file.expected_codes()[name])).all() for name in kept)
+
+
+@pytest.mark.parametrize("mode", ["auto", "storage", "compute"])
+@pytest.mark.parametrize("rows", [None, 7])
+@pytest.mark.parametrize("kind", FOLDED)
+def test_codes_that_no_layer_keeps_are_quantised_anew_on_request(
+    tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch, kind: str, rows: int | None, mode: str
+) -> None:
+    """e5m2 has fewer bits than e4m3: what is lost on the way is what quantising loses anyhow."""
+    if rows is not None:
+        monkeypatch.setattr(chunks, "rows_per_chunk", lambda *_: rows)
+    how, reason = FOLDED[kind]
+    file = fp8_file(tensors, (*QUANTISED, *KEPT), how)
+    file.native[f"{QUANTISED[0]}.input_scale"] = torch.tensor(0.5)
+    loaded = _load(file, tmp_path, fp8={"mode": mode, "remainder": "quantise"}, mmap=rows is None)
+    plan = loaded.report.plan
+    assert plan.settings["fp8"].engaged == ("compute" if mode == "compute" else "storage")
+    assert loaded.report.resident == plan.bytes.resident
+    codes = file.expected_codes()
+    assert set(_codecs(loaded).values()) == {"float8_e4m3fn/row"}
+    assert {f"{path}.weight" for path in _codecs(loaded)} >= {name for name in codes if name[:-7] not in KEPT}
+    values = file.expected()
+    for path in _codecs(loaded):
+        assert relative_l2(loaded.model.get_submodule(path).dequantised_weight(), values[f"{path}.weight"]) <= 0.03
+    for layer in QUANTISED:
+        assert plan.folded[f"{layer}.weight"].startswith(f"quantised anew, as fp8.remainder asks: {reason}")
+    for layer in KEPT:
+        assert "in the compute dtype" in plan.folded[f"{layer}.weight"]
+        assert relative_l2(loaded.model.get_submodule(layer).weight, values[f"{layer}.weight"]) <= 1e-6
+    why = plan.dropped[f"{QUANTISED[0]}.input_scale"]
+    assert ("was calibrated with other codes" if mode == "compute" else "in the compute dtype") in why
+    products = {module.path for module in plan.modules if module.products is not None}
+    assert bool(products) is (mode == "compute")
+
+
+def test_codes_on_a_convolution_are_quantised_anew_on_request(tmp_path: Path) -> None:
+    """Layers other than Linears keep codes that slipcast made, and no others."""
+    torch.manual_seed(0)
+    model = AceStepTransformer1DModel(**ACE_CONFIG, audio_acoustic_hidden_dim=16)
+    model.save_pretrained(tmp_path / "ace")
+    (tmp_path / "families").mkdir()
+    (tmp_path / "families" / "ace.yaml").write_text(ACE)
+    file = tmp_path / "ace" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    values = {name: weights[f"{name}.weight"].to(torch.float8_e4m3fn) for name in ("proj_in_conv", "proj_out_conv")}
+    save_file({**weights, **{f"{name}.weight": codes for name, codes in values.items()}}, file, {"format": "pt"})
+    settings = {"families": [str(tmp_path / "families")], "device": "cpu", "dtype": "float32"}
+    for remainder in ("keep", "quantise"):
+        loaded = slipcast.load(tmp_path / "ace", fp8={"mode": "storage", "remainder": remainder}, **settings)
+        assert loaded.report.differences == ()
+        for name, codes in values.items():
+            layer: Any = loaded.model.get_submodule(name)
+            weight = layer.weight if remainder == "keep" else layer.dequantised_weight()
+            assert relative_l2(weight, codes.float()) <= (0 if remainder == "keep" else 0.04)
+            assert ("quantised anew" in loaded.report.plan.folded[f"{name}.weight"]) is (remainder == "quantise")
 
 
 @pytest.mark.parametrize("fp8", ["auto", "off"])

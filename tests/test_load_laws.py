@@ -138,7 +138,8 @@ def test_nothing_is_lost_and_the_order_of_the_file_is_without_meaning(
 
 
 def _check_values(state: dict[str, torch.Tensor], file: Fp8File, layers: dict[str, Any]) -> None:
-    coded = {f"{layer}.weight" for layer in layers}
+    """Codes of the file are exact, kept or decoded; what was quantised on the way, as e5m2 on request, is close."""
+    kept = {f"{layer}.weight" for layer, how in layers.items() if how == "raw" or how.codes != torch.float8_e5m2}
     for name, expected in file.expected().items():
         scale = state.get(name.removesuffix(".weight") + ".weight_scale")
         tensor = state[name]
@@ -146,7 +147,7 @@ def _check_values(state: dict[str, torch.Tensor], file: Fp8File, layers: dict[st
         of_file = name.replace(".to_out.0.", ".out.")
         for part in ("to_q", "to_k", "to_v"):
             of_file = of_file.replace(f".{part}.", ".qkv.")
-        if of_file in coded or tensor.element_size() > 1:
+        if of_file in kept or tensor.element_size() > 1:
             torch.testing.assert_close(values, expected, rtol=1e-6, atol=0, msg=name)
         else:
             assert relative_l2(values, expected) < 0.03, name

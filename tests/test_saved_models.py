@@ -16,32 +16,11 @@ from torch import nn
 import slipcast
 from slipcast.registry.errors import ConfigError, UnsupportedFormatError
 from support.conversions import converted
+from support.convolutions import ACE, ACE_CONFIG
 from support.fp8_checkpoints import QUANTISED, Scaled, fp8_file
 from support.isolation import isolate
 from support.number_formats import bytes_of, relative_l2
 from support.tiny_z_image import Tensors, tiny_tensors, write_native
-
-ACE = """
-schema: 1
-id: ace
-title: Ace
-kind: denoiser
-model: diffusers.AceStepTransformer1DModel
-identify: {has: [proj_out_conv.weight, layers.0.self_attn.to_q.weight]}
-precision:
-  compute: checkpoint
-  fp16: safe
-  fp8: {storage: supported, compute: supported}
-"""
-ACE_CONFIG = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "in_channels": 12,
-}
 
 
 @pytest.fixture(autouse=True)
