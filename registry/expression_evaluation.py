@@ -80,6 +80,13 @@ class Shapes:
             self._indices[prefix] = frozenset(value for value in values if value is not None)
         return self._indices[prefix]
 
+    def numbers_behind(self, name: str) -> frozenset[int]:
+        """The distinct numbers that stand right behind a dotted name, as in ``blocks.block0``."""
+        parent, _, word = name.rpartition(".")
+        texts = (rest.partition(".")[0] for rest in (self.below(parent) if parent else self._shapes))
+        values = (index_value(text.removeprefix(word)) for text in texts if text.startswith(word))
+        return frozenset(value for value in values if value is not None)
+
     def nearest(self, name: str) -> list[str]:
         """Up to three names that are there and look like this one."""
         prefix = name
@@ -204,14 +211,18 @@ class Evaluation:
         return self._bounded(shape[number])
 
     def _count(self, place: Place) -> int:
+        last = place.segments[-1]
         names = self._spellings(place)
         name = next((name for name in names if self._header.has(name)), names[0])
-        indices = self._header.indices(name)
+        behind = isinstance(last, ArithmeticHole) and bool(last.before)
+        if behind:
+            name = name.rstrip("0123456789")
+        indices = self._header.numbers_behind(name) if behind else self._header.indices(name)
         if indices and max(indices) >= len(indices):
             missing = sorted(set(range(len(indices))) - indices)
             self._fail(
                 f"blocks of {name} that are not numbered from 0 on: {len(indices)} of them, without {missing[0]}",
-                f"{name}.0 to {name}.{len(indices) - 1}",
+                f"{name}{'' if behind else '.'}0 to {name}{'' if behind else '.'}{len(indices) - 1}",
                 "read all shards of a sharded file together; count(...) is for lists of blocks only",
             )
         return len(indices)
@@ -225,7 +236,7 @@ class Evaluation:
                 choices.append(segment.words)
             elif isinstance(segment, ArithmeticHole):
                 values = {name: self._index(name) for name in segment.names}
-                choices.append((str(segment.value(values)),))
+                choices.append((segment.filled(values),))
             elif isinstance(segment, IndexHole):
                 choices.append((str(self._index(segment.name)),))
         return [".".join(texts) for texts in product(*choices)]

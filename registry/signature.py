@@ -76,7 +76,9 @@ def _meet(place: Place, segments: tuple[str, ...]) -> dict[str, str] | None:
                 fits = text in words and values.setdefault(hole, text) == text
             case IndexHole(name=hole):
                 fits = index_value(text) is not None and values.setdefault(hole, text) == text
-            case ArithmeticHole() | LastHole():
+            case ArithmeticHole():
+                fits = segment.takes(text)
+            case LastHole():
                 fits = index_value(text) is not None
         if not fits:
             return None

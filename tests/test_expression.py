@@ -30,6 +30,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "gap.2.w": (1,),
     "all.2-1.weight": (5, 6),
     "scalar": (),
+    "numbered.block0.w": (1,),
+    "numbered.block1.w": (1,),
+    "numbered.block1a.w": (1,),
 }
 
 
@@ -63,6 +66,8 @@ def _value(expression: object, **let: object) -> object:
         ("size(blocks.2.attn.norm.{weight|scale}, 0)", 16),
         ("count(blocks)", 3),
         ("count(nothing)", 0),
+        ("count(numbered.block{0})", 2),
+        ("count(numbered.blocks{0})", 0),
         ("has(blocks.1)", True),
         ("has(img_in.weight)", True),
         ("has(img)", False),

@@ -72,6 +72,18 @@ def test_arithmetic(text: str, values: dict[str, int], result: int) -> None:
     (segment,) = parse_place(f"{{{text}}}").segments
     assert isinstance(segment, ArithmeticHole)
     assert segment.value(values) == result
+    assert segment.filled(values) == str(result)
+    (segment,) = parse_place(f"block{{{text}}}").segments
+    assert isinstance(segment, ArithmeticHole)
+    assert (str(segment), segment.filled(values)) == (f"block{{{text}}}", f"block{result}")
+
+
+@pytest.mark.parametrize(
+    "text", ["block{}", "block{s=a|b}", "{i}block", "block{i}x", "block{i}{n}", "2{i}", "block{{i}}"]
+)
+def test_what_may_not_stand_in_a_segment_with_an_index(text: str) -> None:
+    with pytest.raises(KeyMapError, match="in the place"):
+        parse_place(text)
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def fill(file: Place, model: Place, holes: dict[str, str], greatest: Callable[[i
             values = {name: int(holes[name]) for name in segment.names - {LAST}}
             if LAST in segment.names:
                 values[LAST] = greatest(_position_of_last(model, next(iter(values), None)))
-            choices.append((str(segment.value(values)),))
+            choices.append((segment.filled(values),))
         else:
             choices.append((str(greatest(_position_of_last(model, None))),))
     return tuple(".".join(texts) for texts in product(*choices))

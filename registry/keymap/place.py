@@ -21,6 +21,7 @@ MAX_WORDS = 64
 _MAX_INDEX_DIGITS = 9
 _LITERAL = re.compile(r"[A-Za-z0-9_-]+")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NUMBERED = re.compile(r"((?:[A-Za-z0-9_-]*[A-Za-z_-])?)\{([^{}]*)\}")
 _ARITHMETIC = re.compile(r"\d{1,9}|[A-Za-z_][A-Za-z0-9_]*|[+*-]")
 
 
@@ -65,18 +66,20 @@ class LastHole:
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticHole:
-    """``{3*b+1+n}``: an index computed from other holes.
+    """``{3*b+1+n}``: an index computed from other holes; ``block{i}``: one behind a word.
 
     Attributes:
         text: the expression as it was written.
         products: the summands, each a factor and the names that it is multiplied with.
+        before: what the index stands behind in its segment.
     """
 
     text: str
     products: tuple[tuple[int, tuple[str, ...]], ...]
+    before: str = ""
 
     def __str__(self) -> str:
-        return f"{{{self.text}}}"
+        return f"{self.before}{{{self.text}}}"
 
     @property
     def names(self) -> frozenset[str]:
@@ -92,6 +95,14 @@ class ArithmeticHole:
                 product *= values[name]
             total += product
         return total
+
+    def filled(self, values: Mapping[str, int]) -> str:
+        """The segment for these values of the names."""
+        return f"{self.before}{self.value(values)}"
+
+    def takes(self, text: str) -> bool:
+        """Whether a segment could be this one, whatever the values."""
+        return text.startswith(self.before) and index_value(text.removeprefix(self.before)) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +177,11 @@ def parse_place(text: str, where: Where = (), error: type[KeyMapError] = KeyMapE
 def _parse_segment(piece: str, text: str, where: Where, error: type[KeyMapError]) -> Segment:
     if _LITERAL.fullmatch(piece):
         return LiteralSegment(piece)
-    inner = piece[1:-1]
-    if len(piece) > 2 and piece[0] == "{" and piece[-1] == "}":
+    numbered = _NUMBERED.fullmatch(piece)
+    before, inner = numbered.groups() if numbered is not None else ("", "")
+    if before and (products := _parse_arithmetic(inner)):
+        return ArithmeticHole(inner, products, before)
+    if inner and not before:
         if inner == LAST:
             return LastHole()
         if _NAME.fullmatch(inner):
@@ -181,7 +195,7 @@ def _parse_segment(piece: str, text: str, where: Where, error: type[KeyMapError]
     raise error(
         f"{_shortened(piece)!r} in the place {_shortened(text)!r}",
         expected="segments of letters, digits, _ and -, parted by dots, or a hole as a whole segment: {i}, {s=a|b}, "
-        "{last}, {a|b}, {2*n+1}",
+        "{last}, {a|b}, {2*n+1}; an index also behind a word: block{i}",
         hint="correct the segment; ' + ' and ' -> ' take a space on both sides, and holes have no spaces in them",
         where=where,
     )
@@ -217,6 +231,8 @@ def _texts(segment: Segment) -> frozenset[str] | None:
 
 def _includes(general: Segment, special: Segment) -> bool:
     wide, narrow = _texts(general), _texts(special)
+    if isinstance(special, ArithmeticHole) and special.before:
+        return general == special
     if wide is not None:
         return narrow is not None and narrow <= wide
     if isinstance(general, LastHole):
