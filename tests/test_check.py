@@ -419,3 +419,17 @@ def test_a_converter_may_want_names_with_their_prefix() -> None:
 
     for converter in (picky, strict):
         assert value_proofs._convert_named(converter, full, bare, built).keys() == {"a"}
+
+
+def test_a_converter_may_look_for_names_that_it_has_taken() -> None:
+    """diffusers' converter of Cosmos empties a dict, and then asks it which of two layouts it held."""
+    built: Any = SimpleNamespace(model=SimpleNamespace(config={}))
+
+    def forgetful(checkpoint: dict[str, torch.Tensor], config: object) -> dict[str, torch.Tensor]:
+        taken = {name: checkpoint.pop(name) for name in list(checkpoint)}
+        return {"new" if "old" in checkpoint else "other": taken["old"]}
+
+    native = {"old": torch.ones(1)}
+    assert value_proofs._convert(forgetful, native, built).keys() == {"other"}
+    assert value_proofs._convert_kept(forgetful, native, built).keys() == {"new"}
+    assert value_proofs._convert_kept(forgetful, {}, built) == {}
