@@ -14,6 +14,7 @@ from slipcast.registry.expression import evaluate_config
 
 CONFIGS = Path(__file__).parent / "data" / "model_configs"
 PUBLISHED = [
+    ("cosmos-1", "nvidia--Cosmos-1.0-Diffusion-7B-Text2World.transformer"),
     ("cosmos-predict2", "nvidia--Cosmos-2.0-Diffusion-2B-Text2Image.transformer"),
     ("cosmos-predict2", "nvidia--Cosmos-2.0-Diffusion-2B-Video2World.transformer"),
     ("cosmos-predict2", "nvidia--Cosmos-2.0-Diffusion-14B-Text2Image.transformer"),
