@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import slipcast
+from slipcast.registry.catalogue import load_catalogue
 from support.command_line import output_of
 
 ROOT = Path(__file__).parents[1]
@@ -86,3 +88,16 @@ def test_the_three_lines_put_a_file_into_a_pipeline(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(((?!http)[^)#]+)\)", README))))
 def test_links_lead_somewhere(target: str) -> None:
     assert (ROOT / target).exists()
+
+
+def test_the_first_screen_says_where_the_families_stand() -> None:
+    first_screen = README[: README.index("```python")]
+    (link,) = re.findall(r"\[docs/families\.md\]\((\S+)\) lists the families\s+that ship", first_screen)
+    table = (ROOT / link).read_text(encoding="utf-8")
+    assert [id_ for id_ in load_catalogue() if f"| `{id_}` |" not in table] == []
+
+
+def test_the_functions_that_the_readme_names_are_those_that_there_are() -> None:
+    named = set(re.findall(r"`slipcast\.(\w+)\(", README))
+    functions = {name for name in slipcast.__all__ if inspect.isfunction(getattr(slipcast, name))}
+    assert named == functions - {"compute_dtype"}
