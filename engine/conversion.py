@@ -16,6 +16,7 @@ from slipcast.engine.build import build_on_meta, unknown_arguments
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.conversion_choice import WEIGHT_SUFFIX, Choice, Chooser, eligible_weights
 from slipcast.engine.converted import Conversion, ConvertedTensor, Extract, origin_of
+from slipcast.engine.destination import checked_prefix
 from slipcast.engine.file_codec import file_codec
 from slipcast.engine.kept_codes import saved_codec
 from slipcast.engine.model_tensors import ModelTensors, model_tensors
@@ -25,7 +26,8 @@ from slipcast.engine.plan import Target
 from slipcast.engine.planner import refuse_formats
 from slipcast.engine.precision import TORCH_NAMES, Rules, family_dtype
 from slipcast.engine.saved_quantisation import saved_quantisation
-from slipcast.engine.written_format import Spelling, Wanted, format_of
+from slipcast.engine.wanted import Spelling, Wanted
+from slipcast.engine.written_format import format_of
 from slipcast.engine.written_sides import (
     QuantisedWeight,
     layer_tensors,
@@ -36,7 +38,7 @@ from slipcast.engine.written_sides import (
 from slipcast.registry.checkpoint import read_tensor_bytes
 from slipcast.registry.claims import Layout
 from slipcast.registry.dtypes import item_bits
-from slipcast.registry.errors import AccountingError, SettingsError, UnsupportedFormatError
+from slipcast.registry.errors import AccountingError, UnsupportedFormatError
 from slipcast.registry.header import Shape, TensorInfo
 from slipcast.registry.identify import Match
 from slipcast.registry.keymap.operations import joined_shape, native_shape
@@ -79,7 +81,7 @@ def convert_header(
     wanted = wanted or Wanted()
     layout = layout or match.layout or "native"
     stays = match.layout is None or match.layout == layout
-    prefix = _checked_prefix(match, (match.prefix if stays else "") if prefix is None else prefix)
+    prefix = checked_prefix(match, (match.prefix if stays else "") if prefix is None else prefix)
     model = build_on_meta(match.family.model, known_arguments(match))
     tensors = model_tensors(model)
     shapes = model_shapes(tensors)
@@ -308,18 +310,6 @@ def _refuse_blocks(match: Match, codecs: Mapping[str, Codec], wanted: Wanted) ->
             path=match.header.path,
             items=blocks,
         )
-
-
-def _checked_prefix(match: Match, prefix: str) -> str:
-    known = match.family.prefixes
-    if prefix not in known and prefix != match.prefix:
-        raise SettingsError(
-            f"the prefix {prefix!r}, under which no {match.family.id} would be found again",
-            expected="one of " + ", ".join(map(repr, known)),
-            hint="take one of these, or add it to prefixes: in the family file",
-            field="prefix",
-        )
-    return prefix
 
 
 def known_arguments(match: Match) -> dict[str, object]:

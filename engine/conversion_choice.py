@@ -20,7 +20,8 @@ from slipcast.engine.kept_codes import granularity_of
 from slipcast.engine.new_weights import NewWeight
 from slipcast.engine.plan import Piece
 from slipcast.engine.precision import Rules
-from slipcast.engine.written_format import Wanted, format_of
+from slipcast.engine.wanted import Wanted
+from slipcast.engine.written_format import codec_for, format_of
 from slipcast.registry.dtypes import is_float
 from slipcast.registry.keymap.operations import COMPUTED, SideLaw, side_law, word_of
 from slipcast.registry.quantisation import Bundle
@@ -124,7 +125,7 @@ class Chooser:
         """The codec to quantise a weight with; None where it stays as it is."""
         if not self._is_linear(weight):
             return None
-        codec = self.wanted.codec(weight.shape[1])
+        codec = codec_for(self.wanted, weight.shape[1])
         if codec.obstacle(weight.shape) is not None or self.hides_sizes(weight, codec):
             return None
         return codec

@@ -13,21 +13,16 @@ from typing import Any
 from slipcast.engine.build import model_class
 from slipcast.engine.conversion import convert_header
 from slipcast.engine.converted import Conversion
+from slipcast.engine.destination import CONFIG, destination
 from slipcast.engine.precision import family_dtype
 from slipcast.engine.quantised_model import description
 from slipcast.engine.safetensors_writer import Progress, write_tensors
-from slipcast.engine.written_format import Wanted
+from slipcast.engine.wanted import Wanted
 from slipcast.engine.written_proof import prove_written
 from slipcast.registry.claims import Layout
-from slipcast.registry.errors import SettingsError, UnsupportedFileError
 from slipcast.registry.identify import Match
-from slipcast.registry.new_files import new_file, new_folder, refuse_place
+from slipcast.registry.new_files import new_file, new_folder
 from slipcast.registry.quantisation import count_formats
-
-SUFFIX = ".safetensors"
-CONFIG = "config.json"
-WEIGHTS: Mapping[str, str] = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
-"""What each library calls the weights in a model's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +97,15 @@ def convert(
             already, or can't hold the layout; ``QuantisationError`` for values that can't be quantised or cast;
             ``LoadCancelled``.
     """
-    layout = layout or match.layout or "native"
-    folder = out.is_dir() or out.suffix != SUFFIX
-    weights = out / WEIGHTS[match.family.model.partition(".")[0]] if folder else out
-    _check_destination(match, out, weights, layout, folder=folder, prefix=prefix, overwrite=overwrite)
+    place = destination(match, out, layout, prefix=prefix, overwrite=overwrite)
+    layout, weights = place.layout, place.weights
     conversion = convert_header(match, layout, wanted=wanted, prefix=prefix, others=others, unexpected=unexpected)
     metadata = dict(conversion.metadata)
     if layout == "diffusers":
         metadata.setdefault("format", "pt")  # transformers refuses files without it
     with ExitStack() as stack:
         files = [weights]
-        settings = _config(match, conversion) if folder else None
+        settings = _config(match, conversion) if place.folder else None
         if settings is not None:
             stack.enter_context(new_folder(out))
             files.append(out / CONFIG)
@@ -132,50 +125,6 @@ def convert(
         prove_written(Path(file.name), match, conversion, settings)
     formats = count_formats(match.bundles.values())
     return Converted(out, tuple(files), match.family.id, match.layout, formats, conversion)
-
-
-def _check_destination(
-    match: Match, out: Path, weights: Path, layout: Layout, *, folder: bool, prefix: str | None, overwrite: bool
-) -> None:
-    """Refuse a place that the output can't or must not have, before anything is computed."""
-    inputs = {file.resolve() for file in match.header.files}
-    if weights.resolve() in inputs or out.resolve() == match.header.path.resolve():
-        raise UnsupportedFileError(
-            "the output is the input itself",
-            expected="another file or folder than the one that is read",
-            hint="name another place; the input is read while the output is written",
-            path=out,
-        )
-    if not folder:
-        refuse_place(weights, overwrite=overwrite)
-        return
-    if layout == "native":
-        raise UnsupportedFileError(
-            "a folder for a checkpoint in native names",
-            expected=f"a file whose name ends in {SUFFIX}",
-            hint=f"name one, for example {out.name or 'model'}{SUFFIX}",
-            path=out,
-        )
-    if prefix:
-        raise SettingsError(
-            f"the prefix {prefix!r} in a folder",
-            expected="names without a prefix, as the model class has them",
-            hint=f"leave the prefix out, or write a file whose name ends in {SUFFIX}",
-            field="prefix",
-        )
-    foreign = (
-        sorted(path.name for path in out.iterdir() if path.name not in (weights.name, CONFIG)) if out.is_dir() else []
-    )
-    if foreign:
-        raise UnsupportedFileError(
-            f"a folder that holds {len(foreign)} other files",
-            expected=f"a new folder, or one with {weights.name} and {CONFIG} alone",
-            hint="name another folder: beside other files it would not be clear which the model is",
-            path=out,
-            items=foreign,
-        )
-    for path in (weights, out / CONFIG) if out.is_dir() else (out,):
-        refuse_place(path, overwrite=overwrite)
 
 
 def _config(match: Match, conversion: Conversion) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
+from slipcast.engine.described_device import described, label_of
 from slipcast.registry.errors import DeviceError
 
-_DESCRIBED = re.compile(r"cuda:(?P<major>\d{1,2})\.(?P<minor>\d),\s*(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>GiB|GB|MiB)")
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20}
 _BFLOAT16_CAPABILITY = (8, 0)
 _EXPECTED = "auto, cpu, cuda, cuda:N, or a card that is not there, as in cuda:8.6,12GiB (capability, memory)"
@@ -67,8 +67,8 @@ def resolve_device(request: str) -> tuple[Device, str]:
         return _cpu(), "torch sees no CUDA device"
     if request == "cpu":
         return _cpu(), "as requested"
-    if described := _DESCRIBED.fullmatch(request):
-        return _described(request, described), "described, not present: for planning only"
+    if (card := described(request)) is not None:
+        return _described(request, card), "described, not present: for planning only"
     if index := re.fullmatch(r"cuda(?::(\d{1,3}))?", request):
         return _cuda(int(index[1] or 0)), "as requested"
     raise DeviceError(f"the device {request!r}", expected=_EXPECTED, hint="give the setting device one of these")
@@ -103,5 +103,4 @@ def _described(request: str, match: re.Match[str]) -> Device:
     memory = int(float(match["size"]) * _UNITS[match["unit"]])
     if memory <= 0:
         raise DeviceError(f"the device {request!r}", expected=_EXPECTED, hint="give the card some memory")
-    label = f"a card of {match['size']} {match['unit']}, capability {match['major']}.{match['minor']}"
-    return Device(request, "cuda", memory, capability, capability >= _BFLOAT16_CAPABILITY, False, label)
+    return Device(request, "cuda", memory, capability, capability >= _BFLOAT16_CAPABILITY, False, label_of(match))

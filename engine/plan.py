@@ -193,6 +193,8 @@ class Origin(_Frozen):
 class Request(_Frozen):
     """The settings that a plan was made with, as they were asked for; see configs/defaults.yaml."""
 
+    family: str | None
+    component: str | None
     device: str
     dtype: str
     fp8_mode: str
@@ -273,9 +275,9 @@ class Plan(_Frozen):
             PlanMismatchError: not a plan, or one of another version.
         """
         if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
-            found = data.get("version") if isinstance(data, dict) else type(data).__name__
+            version = data.get("version") if isinstance(data, dict) else None
             raise PlanMismatchError(
-                f"a plan of version {found!r}",
+                "no plan: it does not say its version" if version is None else f"a plan of version {version!r}",
                 expected=f"a plan of version {PLAN_VERSION}, as 'slipcast plan PATH --json' prints it",
                 hint="make the plan again with this version",
             )

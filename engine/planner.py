@@ -187,6 +187,8 @@ def _origin(match: Match, config: dict[str, Any]) -> Origin:
 
 def _request(settings: Settings) -> Request:
     return Request(
+        family=settings.family,
+        component=settings.component,
         device=settings.device,
         dtype=settings.dtype,
         fp8_mode=settings.fp8.mode,

@@ -82,6 +82,12 @@ class Loaded:
     model: nn.Module
     report: Report
 
+    def __repr__(self) -> str:
+        plan = self.report.plan
+        precisions = ", ".join(f"{count} {precision}" for precision, count in plan.precisions.items())
+        size = f"{self.report.resident:,} bytes on {plan.device}"
+        return f"<Loaded {type(self.model).__name__}: {plan.origin.family}, {precisions}, {size}>"
+
 
 def make_report(plan: Plan, model: nn.Module, peaks: Peaks) -> Report:
     """Count the model and compare it with its plan."""

@@ -1,19 +1,49 @@
-"""A plan that was saved is executed only on the file, and under the family file, that it was made for."""
+"""A plan that was saved is executed only on the file, and under the family file, that it was made for.
+
+Imports no torch, so that a plan that can't be executed is refused at once where its request shows it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from pydantic import ValidationError
 
-from slipcast.engine.devices import Device
 from slipcast.engine.plan import Plan, Request
-from slipcast.registry.errors import DeviceError, PlanMismatchError
+from slipcast.registry.errors import PlanMismatchError
 from slipcast.registry.settings import Settings
 
+_DECIDED = frozenset(
+    {
+        "family",
+        "component",
+        "device",
+        "dtype",
+        "fp8",
+        "mmap",
+        "unexpected",
+        "chunk_mib",
+        "threads",
+        "device_reserve_mib",
+    }
+)
+_AGAIN = "make the plan again: slipcast plan PATH --json > plan.json"
 
-def settings_of(plan: Plan, settings: Settings) -> Settings:
-    """The settings with those that the plan was made with."""
+
+def settings_of(plan: Plan, settings: Settings, given: Iterable[str] = ()) -> Settings:
+    """The settings with those that the plan was made with.
+
+    Args:
+        plan: a saved plan.
+        settings: those of the load.
+        given: names of settings that the caller gave beside the plan.
+
+    Raises:
+        PlanMismatchError: the plan's own are impossible, or it has decided one that is given beside it.
+    """
+    decided = sorted({name.partition(".")[0] for name in given} & _DECIDED)
+    if decided:
+        raise _misfit(f"the setting {name} is given beside a plan, which has decided it" for name in decided)
     request = plan.request
     try:
         return _with_request(request, settings)
@@ -21,7 +51,7 @@ def settings_of(plan: Plan, settings: Settings) -> Settings:
         raise PlanMismatchError(
             f"a plan whose request has {error.error_count()} impossible values",
             expected="a plan as 'slipcast plan PATH --json' prints it",
-            hint="make the plan again: slipcast plan PATH --json > plan.json",
+            hint=_AGAIN,
             items=[".".join(map(str, problem["loc"])) + ": " + problem["msg"] for problem in error.errors()],
         ) from error
 
@@ -30,6 +60,8 @@ def _with_request(request: Request, settings: Settings) -> Settings:
     return Settings.model_validate(
         {
             **settings.model_dump(),
+            "family": request.family,
+            "component": request.component,
             "device": request.device,
             "dtype": request.dtype,
             "fp8": {"mode": request.fp8_mode, "remainder": request.fp8_remainder, "hints": request.fp8_hints},
@@ -42,20 +74,31 @@ def _with_request(request: Request, settings: Settings) -> Settings:
     )
 
 
-def check_saved_plan(plan: Plan, again: Plan, given: Collection[str]) -> None:
+def refuse_unknown_family(plan: Plan, known: Collection[str]) -> None:
+    """Refuse a plan for a family whose file is not there: folders are named by the settings alone, not by a plan.
+
+    Raises:
+        PlanMismatchError: no family of that id is known.
+    """
+    if plan.origin.family not in known:
+        raise PlanMismatchError(
+            f"a plan for the family {plan.origin.family}, which is not known here",
+            expected="the family file that the plan was made with",
+            hint="add the folder of its file to the setting families",
+        )
+
+
+def check_saved_plan(plan: Plan, again: Plan) -> None:
     """Hold a saved plan against the one that its own request makes now.
 
     Args:
         plan: the saved plan.
         again: the plan that the same settings make for the file as it is now.
-        given: names of settings that the caller gave beside the plan.
 
     Raises:
         PlanMismatchError: it says what differs.
     """
-    problems = [
-        f"the setting {name} is given beside a plan, which has decided it" for name in sorted(given) if name in _DECIDED
-    ]
+    problems: list[str] = []
     if plan.origin.header_digest != again.origin.header_digest:
         problems.append("the file's names, dtypes, shapes or byte ranges are not those that the plan was made for")
     if (plan.origin.family, plan.origin.family_digest) != (again.origin.family, again.origin.family_digest):
@@ -64,26 +107,13 @@ def check_saved_plan(plan: Plan, again: Plan, given: Collection[str]) -> None:
         fields = [name for name in Plan.model_fields if getattr(plan, name) != getattr(again, name)]
         problems.append(f"the same settings decide otherwise here and now: {', '.join(fields)} differ")
     if problems:
-        raise PlanMismatchError(
-            "a plan that does not fit this load",
-            expected="a plan made by this version, on such a machine, for this very file and family file",
-            hint="make the plan again: slipcast plan PATH --json > plan.json",
-            items=problems,
-        )
+        raise _misfit(problems)
 
 
-_DECIDED = frozenset({"device", "dtype", "fp8", "mmap", "unexpected", "chunk_mib", "threads", "device_reserve_mib"})
-
-
-def refuse_absent_device(device: Device) -> None:
-    """Refuse to load to a card that is not there.
-
-    Raises:
-        DeviceError: the device was only described.
-    """
-    if not device.present:
-        raise DeviceError(
-            f"a load to {device.label}, which is not there",
-            expected="a device of this machine",
-            hint="plans can be made for described devices, loads can't; give device=cpu or device=cuda:0",
-        )
+def _misfit(problems: Iterable[str]) -> PlanMismatchError:
+    return PlanMismatchError(
+        "a plan that does not fit this load",
+        expected="a plan made by this version, on such a machine, for this very file and family file",
+        hint=_AGAIN,
+        items=problems,
+    )

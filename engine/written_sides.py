@@ -19,7 +19,8 @@ from slipcast.engine.converted import ConvertedTensor, Extract, origin_of
 from slipcast.engine.file_codec import matrix_shape
 from slipcast.engine.plan import Target
 from slipcast.engine.reader import SAFETENSORS_NAMES
-from slipcast.engine.written_format import Spelling, format_of, is_e5m2, marker_of, no_legacy
+from slipcast.engine.wanted import Spelling, no_legacy
+from slipcast.engine.written_format import format_of, is_e5m2, marker_of
 from slipcast.registry.header import Shape
 from slipcast.registry.quantisation import Bundle
 from slipcast.registry.side_tensors import (

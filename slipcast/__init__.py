@@ -4,8 +4,9 @@
 
     transformer = slipcast.load("model.safetensors", fp8="storage").model
 
-``inspect`` says what a file is, ``plan`` what loading it would do, to the byte, and ``load`` does it. Importing this
-package imports neither torch nor diffusers; ``plan`` and ``load`` do when they are called.
+``inspect`` says what a file is, ``plan`` what loading it would do, to the byte, and ``load`` does it. ``convert``
+writes it in another naming or format, and ``check`` proves family files. Importing this package imports neither torch
+nor diffusers; all but ``inspect`` do when they are called.
 """
 
 from __future__ import annotations
@@ -13,20 +14,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipcast.api import compute_dtype, inspect, load, plan
+    from slipcast.api import check, compute_dtype, convert, inspect, load, plan
+    from slipcast.engine.check.proof import CheckedFamily
+    from slipcast.engine.convert import Converted
     from slipcast.engine.plan import Plan
     from slipcast.engine.report import Loaded, Report
     from slipcast.registry.errors import SlipcastError
     from slipcast.registry.inspection import Inspection
 
 __version__ = "0.1.0"
-__all__ = ["Inspection", "Loaded", "Plan", "Report", "SlipcastError", "compute_dtype", "inspect", "load", "plan"]
+__all__ = [
+    "CheckedFamily",
+    "Converted",
+    "Inspection",
+    "Loaded",
+    "Plan",
+    "Report",
+    "SlipcastError",
+    "check",
+    "compute_dtype",
+    "convert",
+    "inspect",
+    "load",
+    "plan",
+]
 
 _HOMES = {
+    "check": "slipcast.api",
     "compute_dtype": "slipcast.api",
+    "convert": "slipcast.api",
     "inspect": "slipcast.api",
     "load": "slipcast.api",
     "plan": "slipcast.api",
+    "CheckedFamily": "slipcast.engine.check.proof",
+    "Converted": "slipcast.engine.convert",
     "Plan": "slipcast.engine.plan",
     "Loaded": "slipcast.engine.report",
     "Report": "slipcast.engine.report",
@@ -44,4 +65,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -1,12 +1,13 @@
-"""The public functions: what is this file, what would loading it do, and do it."""
+"""The public functions: what is this file, what would loading it do, do it, write it otherwise; prove a family file."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.inspection import Identified, Inspection, identify_path, inspect_path
 from slipcast.registry.settings import Settings, resolve_settings
 
@@ -14,8 +15,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from slipcast.engine.check.proof import CheckedFamily
+    from slipcast.engine.convert import Converted
     from slipcast.engine.plan import Plan
     from slipcast.engine.report import Loaded
+    from slipcast.engine.wanted import Scale, Spelling
+    from slipcast.registry.claims import Layout
 
 logger = logging.getLogger("slipcast")
 
@@ -68,8 +73,9 @@ def load(
 
     Args:
         path: as for ``inspect``.
-        plan: a plan that was made before; without it one is made from the settings. With it, settings that bear on the
-            plan are refused.
+        plan: a plan that was made before, which says all that it was made with but for the settings ``families`` and
+            ``header_limit_mib``; without it one is made from the settings. With it, settings that bear on the plan are
+            refused.
         progress: called with the bytes read so far and in all, after each chunk.
         cancelled: asked after each chunk; once it says True the load ends with ``LoadCancelled`` and leaves nothing.
         settings: as for ``plan``.
@@ -80,25 +86,118 @@ def load(
     Raises:
         SlipcastError: as ``plan`` does; ``PlanMismatchError`` for a plan of another file; ``LoadCancelled``.
     """
-    from slipcast.engine.devices import resolve_device
+    from slipcast.engine.described_device import refuse_described
+
+    resolved = resolve(path, settings)
+    if plan is not None:
+        resolved = _settings_of_plan(plan, resolved, settings)
+    refuse_described(resolved.device)
+    identified = identify_path(path, resolved)
+    from slipcast.engine.devices import resolve_device  # imports torch, which what is refused should not wait for
     from slipcast.engine.loader import execute
     from slipcast.engine.measure import Peaks
     from slipcast.engine.report import Loaded, make_report
-    from slipcast.engine.saved_plan import check_saved_plan, refuse_absent_device, settings_of
+    from slipcast.engine.saved_plan import check_saved_plan
 
-    resolved = resolve(path, settings)
-    identified = identify_path(path, resolved)
-    if plan is None:
-        plan = _plan(identified, resolved)
-    else:
-        check_saved_plan(plan, _plan(identified, settings_of(plan, resolved)), settings.keys())
+    made = _plan(identified, resolved)
+    if plan is not None:
+        check_saved_plan(plan, made)
+    plan = made
     device, _ = resolve_device(plan.request.device)
-    refuse_absent_device(device)
     with Peaks(device) as peaks:
         model = execute(plan, identified.main.header, progress=progress, cancelled=cancelled)
     report = make_report(plan, model, peaks)
     logger.info("%s", report.summary())
     return Loaded(model, report)
+
+
+def convert(
+    path: str | Path,
+    out: str | Path,
+    *,
+    layout: Layout | None = None,
+    format: str | None = None,
+    spelling: Spelling | None = None,
+    scale: Scale | None = None,
+    prefix: str | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+    **settings: Any,
+) -> Converted:
+    """Write a checkpoint in another naming, or its weights in another format. What is not asked to change stays.
+
+    Args:
+        path: as for ``inspect``.
+        out: a file whose name ends in ``.safetensors``; in the model's names also a folder, which gets the weights and
+            a ``config.json``. It is there whole or not at all.
+        layout: ``native``, as the family's own files name the tensors, or ``diffusers``, as the model class does; left
+            out, the input's own.
+        format: what to write the weights in: ``bf16``, ``fp16`` or ``fp32`` for all of them, or ``fp8_scaled``,
+            ``mxfp8``, ``nvfp4``, ``int8`` or ``int8_convrot`` for those that the family lets be quantised. In a file
+            that is quantised already the setting ``fp8`` with ``remainder`` decides about the others.
+        spelling: how scales are called, ``comfy`` or, of fp8 alone, ``legacy``; left out, as the input has them.
+        scale: how far one scale of fp8 or int8 reaches, ``tensor`` or ``row``.
+        prefix: what to put before each name, one that the family knows.
+        overwrite: whether to replace what lies at ``out``.
+        progress: called with the bytes written so far and in all.
+        cancelled: asked after each piece; once it says True the conversion ends with ``LoadCancelled``.
+        settings: those of configs/defaults.yaml; here ``families``, ``family``, ``component``, ``unexpected``,
+            ``header_limit_mib`` and ``fp8`` with ``remainder`` matter.
+
+    Returns:
+        What was written: files, names, formats, and what was left out, dequantised or came out otherwise.
+
+    Raises:
+        SlipcastError: as ``inspect`` does; ``SettingsError`` for options that do not go together;
+            ``UnsupportedFileError`` for a place that can't be written to; ``AccountingError``, ``QuantisationError``
+            and ``UnsupportedFormatError`` for weights that can't become what is asked for; ``LoadCancelled``.
+    """
+    from slipcast.engine.destination import destination
+    from slipcast.engine.wanted import Wanted
+
+    resolved = resolve(path, settings)
+    wanted = Wanted(format, spelling, scale, resolved.fp8.remainder)
+    identified = identify_path(path, resolved)
+    destination(identified.main, Path(out), layout, prefix=prefix, overwrite=overwrite)
+    from slipcast.engine.convert import convert as write  # imports torch, which what is refused should not wait for
+
+    return write(
+        identified.main,
+        Path(out),
+        layout,
+        wanted=wanted,
+        prefix=prefix,
+        overwrite=overwrite,
+        others=identified.beside,
+        unexpected=resolved.unexpected,
+        progress=progress,
+        cancelled=cancelled,
+    )
+
+
+def check(*names: str | Path, headers: str | Path | None = None, **settings: Any) -> Iterator[CheckedFamily]:
+    """Prove family files, one after another, as they are asked for.
+
+    Args:
+        names: ids of families, or family files, each of which is laid over the known families; all known families
+            where none is named.
+        headers: the folder of the recorded headers; that of the repository that slipcast runs from, if left out.
+        settings: those of configs/defaults.yaml; here ``families`` matters.
+
+    Returns:
+        An iterator over the families: each has ``proofs``, which are ok, failed or skipped, and ``failed``. What
+        refutes a family is in its proofs, a file that can't be read too; it is not raised.
+
+    Raises:
+        SettingsError: an id that no family has, or a folder of headers that is not there.
+        FamilyFileError: one of the known family files can't be read.
+    """
+    folders = resolve_settings(settings).values.families
+    from slipcast.engine.check.run import check_families  # imports torch, which a wrong setting should not wait for
+
+    folder = None if headers is None else Path(headers)
+    return check_families([str(name) for name in names], folders=folders, headers=folder)
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
@@ -115,6 +214,14 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 def resolve(path: str | Path, settings: dict[str, Any]) -> Settings:
     """The settings for one checkpoint: every layer, and these on top."""
     return resolve_settings(settings, checkpoint=Path(path)).values
+
+
+def _settings_of_plan(plan: Plan, settings: Settings, given: Iterable[str]) -> Settings:
+    """The settings with those that a saved plan was made with, if it can be one for here."""
+    from slipcast.engine.saved_plan import refuse_unknown_family, settings_of
+
+    refuse_unknown_family(plan, load_catalogue(settings.families))
+    return settings_of(plan, settings, given)
 
 
 def _plan(identified: Identified, settings: Settings) -> Plan:

@@ -100,7 +100,7 @@ def test_a_setting_beside_a_plan_is_refused(model, plan_file):
 def test_a_plan_of_another_file_is_refused(folder, model, plan_file):
     other = write_native(folder / "other.safetensors", tiny_tensors(), prefix="diffusion_model.")
     error = json_of("load", other, "--plan", plan_file, exit_code=2)
-    assert error["error"] == "PlanMismatchError"
+    assert (error["error"], error["path"]) == ("PlanMismatchError", str(plan_file))
     assert "not those that the plan was made for" in error["items"][0]
 
 
@@ -119,7 +119,8 @@ def edited(plan_file, **changes):
         ('{"a": 1, "a": 2}', "holds the name a twice"),
         ('{"version": 1}', "a plan with"),
         ('{"version": 99}', "a plan of version 99"),
-        ("{}", "a plan of version None"),
+        ("{}", "no plan: it does not say its version"),
+        ('{"a": 1}', "no plan: it does not say its version"),
         ('{"a":' * 100 + "1" + "}" * 100, "nested more than 32 levels"),
         ("\x80\x04", "pickle"),
     ],
@@ -129,6 +130,7 @@ def test_what_is_no_plan_is_refused(folder, model, text, found):
     path.write_bytes(text.encode("latin-1"))
     error = json_of("load", model, "--plan", path, exit_code=2)
     assert error["error"] == "PlanMismatchError"
+    assert error["path"] == str(path)
     assert found in error["found"]
     assert (
         "a plan as 'slipcast plan PATH --json' prints it" in error["expected"]

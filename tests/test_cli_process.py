@@ -43,6 +43,37 @@ def test_heavy_libraries_are_not_imported(published, arguments):
     assert imported & HEAVY == set()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["load", "none.safetensors"], "no such file"),
+        (["load", "empty.safetensors"], "the file is empty"),
+        (["load", "lora.safetensors"], "no family claims"),
+        (["load", "turbo.safetensors", "--set", "device=gpu"], "device is 'gpu'"),
+        (["load", "turbo.safetensors", "--set", "family=nobody"], "the family 'nobody'"),
+        (["load", "turbo.safetensors", "--device", "cuda:8.6,12GiB"], "which is not there"),
+        (["load", "turbo.safetensors", "--plan", "empty.safetensors"], "the file is empty"),
+        (["plan", "turbo.safetensors", "--set", "dtype=fp8"], "dtype is 'fp8'"),
+        (["convert", "empty.safetensors", "out.safetensors"], "the file is empty"),
+        (["convert", "lora.safetensors", "out.safetensors"], "no family claims"),
+        (["convert", "turbo.safetensors", "out.bin"], "the name ends in .bin"),
+        (["convert", "turbo.safetensors", "turbo.safetensors"], "the input itself"),
+        (["convert", "turbo.safetensors", "out.safetensors", "--prefix", "x."], "the prefix 'x.'"),
+        (["convert", "turbo.safetensors", "out.safetensors", "--format", "mxfp8", "--scale", "row"], "scales by row"),
+    ],
+)
+def test_what_is_refused_waits_for_no_heavy_library(folder, arguments, said):
+    write_checkpoint(recorded("z-image-turbo--comfy-bf16"), folder / "turbo.safetensors")
+    write_checkpoint({"layers.0.q.lora_A.weight": ("BF16", (4, 8))}, folder / "lora.safetensors")
+    (folder / "empty.safetensors").write_bytes(b"")
+    command = [sys.executable, "-X", "importtime", "-m", "slipcast.cli", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert said in result.stderr
+    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in result.stderr.splitlines() if "|" in line}
+    assert imported & HEAVY == set()
+
+
 MEASURE = """
 import resource, subprocess, sys, time
 began = time.perf_counter()

@@ -8,7 +8,7 @@ import pytest
 
 from slipcast.engine.conversion import convert_header
 from slipcast.engine.converted import Conversion
-from slipcast.engine.written_format import Wanted
+from slipcast.engine.wanted import Wanted
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.errors import AccountingError, SettingsError

@@ -19,6 +19,7 @@ from slipcast.engine import safetensors_writer
 from slipcast.engine.convert import Converted, convert
 from slipcast.registry.catalogue import Catalogue, load_catalogue, load_family_file
 from slipcast.registry.checkpoint import read_checkpoint
+from slipcast.registry.claims import Layout
 from slipcast.registry.errors import LoadCancelled, SettingsError, SlipcastError, UnsupportedFileError
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match, identify
@@ -254,6 +255,24 @@ def test_a_folder_that_can_not_be_the_output(tmp_path: Path, native: Path) -> No
         with pytest.raises(UnsupportedFileError, match=r"nowhere: there is no such folder"):
             _convert(native, tmp_path / out, "diffusers")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", [None, "native", "diffusers"])
+@pytest.mark.parametrize("name", ["x.bin", "x.PT", "x.gguf", "x.json"])
+def test_a_name_of_another_kind_of_file_can_not_be_the_output(
+    tmp_path: Path, native: Path, name: str, layout: Layout | None
+) -> None:
+    with pytest.raises(UnsupportedFileError, match=rf"the name ends in \.{name[2:]}: files of that kind are") as caught:
+        _convert(native, tmp_path / name, layout)
+    assert caught.value.expected == (
+        "a file whose name ends in .safetensors; in the model's names, as with --layout diffusers, also a folder"
+    )
+    assert caught.value.hint == "name for example x.safetensors"
+
+
+def test_the_ending_of_a_name_may_be_in_capitals(tmp_path: Path, native: Path) -> None:
+    _convert(native, tmp_path / "x.SAFETENSORS", None)
+    assert (tmp_path / "x.SAFETENSORS").is_file()
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, native: Path) -> None:

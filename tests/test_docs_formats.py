@@ -14,7 +14,7 @@ from slipcast.cli.docs_formats import DEVICES, MODES, Outcome, formats_table
 from slipcast.cli.made_up_checkpoints import FORMATS, FileFormat, Outline, outline, write_checkpoint
 from slipcast.demo.run import CHECKPOINT
 from slipcast.engine.planner import LOADABLE_FORMATS, make_plan
-from slipcast.engine.written_format import SCALES
+from slipcast.engine.wanted import SCALES
 from slipcast.registry.inspection import identify_path
 from slipcast.registry.settings import resolve_settings
 from support.command_line import json_of

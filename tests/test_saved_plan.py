@@ -15,7 +15,7 @@ import slipcast
 from slipcast.engine.plan import Plan
 from slipcast.registry.errors import PlanMismatchError
 from support.isolation import isolate
-from support.tiny_z_image import Tensors, natively, tiny_tensors
+from support.tiny_z_image import Tensors, natively, tiny_tensors, write_folder
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "fp8": "storage", "mmap": False, "chunk_mib": 2}
 
@@ -63,16 +63,38 @@ def test_a_saved_plan_is_what_is_loaded(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["device", "dtype", "fp8", "mmap", "unexpected", "chunk_mib", "device_reserve_mib"])
+@pytest.mark.parametrize(
+    "name", ["device", "dtype", "fp8", "mmap", "unexpected", "chunk_mib", "device_reserve_mib", "component"]
+)
 def test_settings_that_a_plan_has_decided_are_refused_beside_it(path: Path, name: str) -> None:
-    values = {**SETTINGS, "unexpected": ["x"], "device_reserve_mib": 1}
+    values = {**SETTINGS, "unexpected": ["x"], "device_reserve_mib": 1, "component": "x"}
     error = _refusal(path, slipcast.plan(path, **SETTINGS), **{name: values[name]})
     assert f"the setting {name} is given beside a plan, which has decided it" in error.items
 
 
 def test_settings_that_have_no_bearing_on_it_are_not(path: Path) -> None:
     plan = slipcast.plan(path, **SETTINGS)
-    assert slipcast.load(path, plan=plan, header_limit_mib=3, family="z-image").report.plan == plan
+    assert slipcast.load(path, plan=plan, header_limit_mib=3).report.plan == plan
+
+
+def test_a_setting_of_a_section_is_refused_as_well(path: Path) -> None:
+    error = _refusal(path, slipcast.plan(path, **SETTINGS), **{"fp8.remainder": "quantise"})
+    assert error.items == ("the setting fp8 is given beside a plan, which has decided it",)
+
+
+def test_a_plan_carries_the_component_and_the_family_that_it_was_made_for(tmp_path: Path, tensors: Tensors) -> None:
+    pipeline = tmp_path / "pipeline"
+    for name in ("first", "second"):
+        write_folder(pipeline / name, tensors if name == "first" else tiny_tensors(seed=3))
+    entry = ["diffusers", "ZImageTransformer2DModel"]
+    (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "P", "first": entry, "second": entry}))
+    plan = _saved(slipcast.plan(pipeline, component="second", family="z-image", **SETTINGS))
+    assert (plan.request.component, plan.request.family, plan.origin.component) == ("second", "z-image", "second")
+    loaded = slipcast.load(pipeline, plan=plan)
+    assert loaded.report.plan == plan
+    straight = slipcast.load(pipeline / "second", **SETTINGS).model
+    assert torch.equal(loaded.model.x_pad_token, straight.x_pad_token)
+    assert not torch.equal(loaded.model.x_pad_token, slipcast.load(pipeline, **SETTINGS).model.x_pad_token)
 
 
 def _one_row_less(tensors: Tensors) -> Tensors:
@@ -104,11 +126,13 @@ def test_another_family_file_is_refused(path: Path, tmp_path: Path) -> None:
     (folder / "own.yaml").write_text(f"{head}title: Own\n")
     mine: dict[str, Any] = {"families": [str(folder)], "family": "own"}
     plan = slipcast.plan(path, **SETTINGS, **mine)
-    assert slipcast.load(path, plan=plan, **mine).report.plan == plan
+    known = {"families": [str(folder)]}
+    assert slipcast.load(path, plan=plan, **known).report.plan == plan
     (folder / "own.yaml").write_text(f"{head}title: Another\n")
-    error = _refusal(path, plan, **mine)
-    assert "the family file own is not the one that the plan was made with" in error.items
-    assert "the family file own is not the one that the plan was made with" in _refusal(path, plan).items
+    error = _refusal(path, plan, **known)
+    assert error.items == ("the family file own is not the one that the plan was made with",)
+    with pytest.raises(PlanMismatchError, match=r"a plan for the family own, which is not known here(.|\n)*families"):
+        slipcast.load(path, plan=plan)
 
 
 def _edited(plan: Plan, *where: str | int, value: Any) -> Plan:

@@ -79,7 +79,13 @@ def check_families(
                 hint=did_you_mean(id_, catalogue, "add the folder of its file to the setting families"),
                 field="family",
             )
-    with _records(recorded_headers(headers)) as records:
+    return _checked(names, ids, catalogue, recorded_headers(headers))
+
+
+def _checked(
+    names: Sequence[str], ids: Sequence[str], catalogue: Catalogue, headers: Path | None
+) -> Iterator[CheckedFamily]:
+    with _records(headers) as records:
         for name in names or catalogue:
             if name in ids or not names:
                 yield _check(catalogue[name], file_of(catalogue[name]), catalogue, records)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from slipcast import api
 from slipcast.cli.errors import DONE, INCOMPLETE
 from slipcast.cli.options import call_settings, common_options, settings_options
 from slipcast.cli.output import write, write_heading, write_json
-from slipcast.registry.settings import resolve_settings
 
 if TYPE_CHECKING:
     from slipcast.engine.check.proof import CheckedFamily
@@ -41,11 +41,8 @@ def command(names: tuple[str, ...], headers: Path | None, assignments: tuple[str
 
     The exit code is 1 where a proof failed.
     """
-    from slipcast.engine.check.run import check_families  # imports torch
-
-    folders = resolve_settings(call_settings(assignments)).values.families
     checked = []
-    for family in check_families(names, folders=folders, headers=headers):
+    for family in api.check(*names, headers=headers, **call_settings(assignments)):
         checked.append(family)
         if not as_json:
             _write(family)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
 from slipcast import api
 from slipcast.cli.options import call_settings, common_options, path_argument, settings_options
 from slipcast.cli.output import exact_bytes, progress_bar, write, write_facts, write_heading, write_json
-from slipcast.registry.inspection import identify_path
 
 if TYPE_CHECKING:
     from slipcast.engine.convert import Converted
-    from slipcast.engine.written_format import Spelling
+    from slipcast.engine.wanted import Scale, Spelling
     from slipcast.registry.claims import Layout
 
 
@@ -61,7 +60,7 @@ def command(
     layout: Layout | None,
     format_: str | None,
     spelling: Spelling | None,
-    scale: Literal["tensor", "row"] | None,
+    scale: Scale | None,
     prefix: str | None,
     overwrite: bool,
     assignments: tuple[str, ...],
@@ -83,24 +82,18 @@ def command(
     What the family drops is left out, and said. In a file that is quantised already, --format leaves layers that are
     not alone, unless the setting fp8.remainder is quantise.
     """
-    settings = api.resolve(path, call_settings(assignments))
-    identified = identify_path(path, settings)
-    from slipcast.engine.convert import convert  # imports torch, which a wrong path should not wait for
-    from slipcast.engine.written_format import Wanted
-
-    main = identified.main
-    wanted = Wanted(format_, spelling, scale, settings.fp8.remainder)
     with progress_bar(out.name) as progress:
-        converted = convert(
-            main,
+        converted = api.convert(
+            path,
             out,
-            layout,
-            wanted=wanted,
+            layout=layout,
+            format=format_,
+            spelling=spelling,
+            scale=scale,
             prefix=prefix,
             overwrite=overwrite,
-            others=identified.beside,
-            unexpected=settings.unexpected,
             progress=progress,
+            **call_settings(assignments),
         )
     if as_json:
         write_json(converted.to_dict())

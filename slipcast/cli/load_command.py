@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,14 +48,25 @@ def command(path: Path, assignments: tuple[str, ...], device: str | None, plan_f
     The exit code is 0 only if the outcome is what was planned.
     """
     settings = call_settings(assignments, device)
-    plan = None if plan_file is None else _read_plan(plan_file)
-    with progress_bar("loading") as progress:
+    with _naming(plan_file), progress_bar("loading") as progress:
+        plan = None if plan_file is None else _read_plan(plan_file)
         report = api.load(path, plan=plan, progress=progress, **settings).report
     if as_json:
         write_json(report.to_dict())
     else:
         write_report(report)
     return INCOMPLETE if report.differences else DONE
+
+
+@contextmanager
+def _naming(plan_file: Path | None) -> Iterator[None]:
+    """Name the plan's file in what is said against the plan."""
+    try:
+        yield
+    except PlanMismatchError as error:
+        raise PlanMismatchError(
+            error.found, expected=error.expected, hint=error.hint, path=plan_file, items=error.items
+        ) from error
 
 
 def _read_plan(file: Path) -> Plan:
@@ -66,6 +79,5 @@ def _read_plan(file: Path) -> Plan:
             error.found,
             expected="a plan as 'slipcast plan PATH --json' prints it",
             hint="name the file that holds it, or make the plan again",
-            path=error.path,
             items=error.items,
         ) from error

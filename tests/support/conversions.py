@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 import slipcast
 from slipcast.engine.convert import Converted, convert
-from slipcast.engine.written_format import Wanted
+from slipcast.engine.wanted import Wanted
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.family import Family
