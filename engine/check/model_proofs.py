@@ -308,7 +308,11 @@ def prove_rules(subject: Subject) -> Outcome:
         for _, match in tree.match(built.shapes)
         if match is not None and match.term is not None
     }
-    idle = [rule for number, rule in enumerate(rules) if number not in used and not rule.scope]
+    # Rules of the family that it extends are proved there, and need not all act on a relative.
+    own = subject.documents[0].lines
+    idle = [
+        rule for number, rule in enumerate(rules) if number not in used and not rule.scope and rule.where[:2] in own
+    ]
     if idle:
         raise subject.refuted(
             f"'{idle[0]}' acts on no tensor of any example, nor of the small model",
