@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import slipcast
+from slipcast.engine.check.records import Records, recorded_headers
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.claims import choose_variant
 from slipcast.registry.errors import AccountingError, ConfigError, IdentificationError, SettingsError
 from slipcast.registry.evidence import weigh
+from slipcast.registry.header import Checkpoint
 from slipcast.registry.family import Variant
 from slipcast.registry.identify import Match, identify
 from slipcast.registry.names import Names
@@ -275,6 +278,38 @@ def test_models_in_one_file_have_names_and_what_is_nobody_s_is_a_problem(tmp_pat
     found = slipcast.inspect(path)
     assert [part.name for part in found.components] == [""]
     assert found.problems == ("no family claims 1 tensors that begin with vae",)
+
+
+WHOLE_PIPELINES = {
+    "sd15--aio": {
+        "model.diffusion_model": "sd-1",
+        "cond_stage_model.transformer": "clip-l",
+        "first_stage_model": "kl-vae",
+    },
+    "sdxl--base-1.0-aio": {
+        "model.diffusion_model": "sdxl",
+        "conditioner.embedders.0.transformer": "clip-l",
+        "conditioner.embedders.1.model": "clip-g",
+        "first_stage_model": "kl-vae",
+    },
+    "sd3-medium--incl-clips-aio": {
+        "model.diffusion_model": "sd3",
+        "text_encoders.clip_l.transformer": "clip-l",
+        "text_encoders.clip_g.transformer": "clip-g",
+        "first_stage_model": "flux-1-vae",
+    },
+    "sd35-large--aio-dit-vae": {"model.diffusion_model": "sd3", "first_stage_model": "flux-1-vae"},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_PIPELINES)
+def test_every_part_of_a_recorded_pipeline_in_one_file_is_found(tmp_path: Path, name: str) -> None:
+    folder = recorded_headers()
+    assert folder is not None
+    header = Records(folder, tmp_path).header(name)
+    matches = identify(Checkpoint(header.path, MappingProxyType({"": header})), load_catalogue())
+    assert {match.name: match.family.id for match in matches} == WHOLE_PIPELINES[name]
+    assert sum(len(match.bundles) for match in matches) == len(header.tensors)
 
 
 def test_a_tie_in_one_component_of_a_pipeline_is_an_error_also_behind_a_stranger(tmp_path: Path) -> None:
