@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from slipcast.engine.build import build_on_meta, unknown_arguments
+from slipcast.engine.build import build_on_meta, build_with_buffers, unknown_arguments
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.expression import evaluate_config
 
@@ -41,3 +42,20 @@ def test_the_tensors_of_a_model_show_its_published_configuration(family: str, na
 
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
+
+
+def test_qwen_image_s_vae_is_wan_s_but_for_its_name() -> None:
+    small = {"base_dim": 8, "z_dim": 4}
+    wan = build_with_buffers("diffusers.AutoencoderKLWan", {**small, "in_channels": 4, "out_channels": 4})
+    qwen = build_with_buffers("diffusers.AutoencoderKLQwenImage", {**small, "input_channels": 4})
+    random = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(tensor.shape, generator=random) / 8 for name, tensor in wan.state_dict().items()}
+    sample = torch.randn(1, 4, 5, 16, 16, generator=random)
+    outputs = []
+    for model in (wan, qwen):
+        model.load_state_dict(values, assign=True)
+        with torch.no_grad():
+            outputs.append(model.eval()(sample, return_dict=False)[0])
+    assert torch.equal(outputs[0], outputs[1])
+    for argument in ("latents_mean", "latents_std", "dim_mult", "temperal_downsample"):
+        assert wan.config[argument] == qwen.config[argument]

@@ -150,7 +150,7 @@ def _convert(
 class _Kept(dict[str, torch.Tensor]):
     """Tensors that stay where they are popped."""
 
-    def pop(self, name: str, *default: Any) -> Any:  # type: ignore[override]
+    def pop(self, name: str, *default: Any) -> Any:
         return self.get(name, *default) if default else self[name]
 
 
