@@ -57,12 +57,18 @@ def settings_options(function: Function) -> Function:
 
 
 def device_option(function: Function) -> Function:
-    """``--device``, given as ``device``."""
-    return click.option(
-        "--device",
-        metavar="DEVICE",
-        help="Short for --set device=DEVICE: auto, cpu, cuda:0, or for plans a card that is not there: cuda:8.6,12GiB.",
-    )(function)
+    """``--device`` of commands that load, given as ``device``."""
+    help_ = "Where the model goes: auto, cpu, cuda or cuda:N. Short for --set device=DEVICE."
+    return click.option("--device", metavar="DEVICE", help=help_)(function)
+
+
+def planned_device_option(function: Function) -> Function:
+    """``--device`` of commands that only plan, given as ``device``: it may be a card that is not there."""
+    help_ = (
+        "Where the model would go: auto, cpu, cuda, cuda:N, or a card that is not there by its compute capability and "
+        "memory, as cuda:8.6,12GiB. Short for --set device=DEVICE."
+    )
+    return click.option("--device", metavar="DEVICE", help=help_)(function)
 
 
 def call_settings(assignments: tuple[str, ...], device: str | None = None) -> dict[str, Any]:

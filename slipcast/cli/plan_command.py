@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from slipcast import api
-from slipcast.cli.options import call_settings, common_options, device_option, path_argument, settings_options
+from slipcast.cli.options import call_settings, common_options, path_argument, planned_device_option, settings_options
 from slipcast.cli.output import write_json
 from slipcast.cli.plan_view import write_plan
 
@@ -15,7 +15,7 @@ from slipcast.cli.plan_view import write_plan
 @click.command("plan")
 @path_argument
 @settings_options
-@device_option
+@planned_device_option
 @common_options
 def command(path: Path, assignments: tuple[str, ...], device: str | None, as_json: bool) -> None:
     """Say what loading a checkpoint would do, to the byte. No weight is read.
