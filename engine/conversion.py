@@ -26,6 +26,7 @@ from slipcast.engine.plan import Target
 from slipcast.engine.planner import refuse_formats
 from slipcast.engine.precision import TORCH_NAMES, Rules, family_dtype
 from slipcast.engine.saved_quantisation import saved_quantisation
+from slipcast.engine.staying_layers import StayingLayers
 from slipcast.engine.wanted import Spelling, Wanted
 from slipcast.engine.written_format import format_of
 from slipcast.engine.written_sides import (
@@ -90,12 +91,13 @@ def convert_header(
     _refuse_blocks(match, codecs, wanted)
     weights = new_weights(match, accounts, shapes, {name: codec.name for name, codec in codecs.items()}, layout)
     rules = Rules.of(match.family.precision)
+    tied = frozenset(chain.from_iterable(tensors.ties.items()))
     writer = _Writer(match, prefix, wanted, bool(wanted.quantises or wanted.spelling or _is_saved(match)))
     chooser = Chooser(
         wanted=wanted,
         bundles=match.everything.weights,
         codecs=codecs,
-        linears=eligible_weights(model, rules, frozenset(chain.from_iterable(tensors.ties.items()))),
+        linears=eligible_weights(model, rules, tied),
         rules=rules,
         decoded=_DTYPES[family_dtype(match.family.precision, match.bundles.values())[0]],
         respells=writer.respells,
@@ -109,7 +111,8 @@ def convert_header(
     contained = _contained(match)
     for bundle in contained:
         writer.add_contained(bundle)
-    return writer.conversion(layout, _left_out(match, accounts, weights, contained, writer.lost))
+    stayed = StayingLayers(chooser, model, tied).reasons(weights, writer.formats)
+    return writer.conversion(layout, _left_out(match, accounts, weights, contained, writer.lost), stayed)
 
 
 def model_shapes(tensors: ModelTensors) -> dict[str, Shape]:
@@ -135,7 +138,7 @@ class _Writer:
     tensors: list[ConvertedTensor] = field(default_factory=list)
     quantised: list[QuantisedWeight] = field(default_factory=list)
     described: dict[str, list[str]] = field(default_factory=dict)
-    formats: list[str] = field(default_factory=list)
+    formats: dict[str, str] = field(default_factory=dict)
     codecs: dict[str, str] = field(default_factory=dict)
     folded: dict[str, str] = field(default_factory=dict)
     full_precision: set[str] = field(default_factory=set)
@@ -149,7 +152,7 @@ class _Writer:
         bundles = {piece.source: self.match.everything.weights[piece.source] for piece in weight.pieces}
         held = [codecs[name] for name in bundles if name in codecs]
         codec = choice.codec or (held[0] if choice.how == "move" and held else None)
-        self.formats.append("plain" if codec is None else format_of(codec))
+        self.formats[weight.name] = "plain" if codec is None else format_of(codec)
         if codec is not None:
             self.codecs[weight.name] = codec.name
         if codec is not None and _is_precise(choice, bundles.values()):
@@ -224,7 +227,7 @@ class _Writer:
     def _bytes(self, tensor: TensorInfo) -> bytes:
         return read_tensor_bytes(self.match.header, tensor, limit=_COMPARED)
 
-    def conversion(self, layout: Layout, left_out: Mapping[str, str]) -> Conversion:
+    def conversion(self, layout: Layout, left_out: Mapping[str, str], stayed: Mapping[str, str]) -> Conversion:
         """The whole."""
         marker = self._file_marker()
         if marker is not None:
@@ -241,10 +244,11 @@ class _Writer:
             left_out,
             (*self.altered, *altered),
             MappingProxyType(metadata),
-            MappingProxyType(dict(Counter(self.formats).most_common())),
+            MappingProxyType(dict(Counter(self.formats.values()).most_common())),
             MappingProxyType(self.codecs),
             MappingProxyType(self.folded),
             frozenset(self.full_precision),
+            MappingProxyType(stayed),
         )
 
     def _file_marker(self) -> ConvertedTensor | None:

@@ -58,6 +58,7 @@ class Converted:
             "tensors": len(conversion.tensors),
             "bytes": conversion.nbytes,
             "folded": dict(conversion.folded),
+            "stayed": dict(conversion.stayed),
             "left_out": dict(conversion.left_out),
             "altered": list(conversion.altered),
         }

@@ -84,6 +84,7 @@ class Conversion:
         codecs: name of each weight of the output that is in codes, without the prefix -> its codec's name.
         folded: weights of the output that lost their codes without having been asked to, with the reason.
         full_precision: weights of the output in codes that the producer marks for products in full precision.
+        stayed: weights of layers that are not in the format of codes that was asked for, with the reason.
     """
 
     layout: Layout
@@ -96,6 +97,7 @@ class Conversion:
     codecs: Mapping[str, str] = field(default_factory=dict)
     folded: Mapping[str, str] = field(default_factory=dict)
     full_precision: frozenset[str] = frozenset()
+    stayed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

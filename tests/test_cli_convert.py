@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,11 @@ def test_another_format(tmp_path: Path, native: Path) -> None:
         "to": {"plain": len(load_file(native)) - quantised, "int8": quantised},
     }
     assert (written["folded"], written["layout"]) == ({}, {"from": "native", "to": "native"})
+    stayed = written["stayed"]
+    assert stayed.pop("t_embedder.mlp.0.weight") == "the family keeps its time embedding out of codes"
+    layers = {name for name, tensor in load_file(native).items() if tensor.ndim > 1 and name.endswith(".weight")}
+    in_codes = {name.removesuffix("_scale") for name in load_file(out) if name.endswith(".weight_scale")}
+    assert set(stayed) == layers - in_codes - {"t_embedder.mlp.0.weight"}
     assert load_file(out)["layers.0.attention.qkv.weight_scale"].shape == ()
     shown = output_of("convert", out, plain, "--format", "fp32", "--layout", "diffusers")
     assert f"int8 ({quantised})" in shown
@@ -101,4 +107,34 @@ def test_weights_that_lose_their_codes_are_shown(tmp_path: Path, native: Path) -
     model, out = tmp_path / "model.safetensors", tmp_path / "out.safetensors"
     json_of("convert", native, model, "--format", "nvfp4", "--layout", "diffusers")
     shown = output_of("convert", model, out, "--layout", "native")
-    assert "layers.0.attention.qkv.weight: the weights whose rows make it have different scales" in shown
+    assert "layers.{0…2}.attention.qkv.weight (3): the weights whose rows make it have different scales" in shown
+
+
+def test_layers_that_do_not_get_the_format_are_said_with_the_reason(tmp_path: Path, native: Path) -> None:
+    small, smaller = tmp_path / "small.safetensors", tmp_path / "smaller.safetensors"
+    shown = output_of("convert", native, small, "--format", "fp8_scaled")
+    assert re.search(r"  stayed +cap_embedder\.1\.weight: the family keeps its text embedding out of codes\n", shown)
+    assert "t_embedder.mlp.{0,2}.weight (2): the family keeps its time embedding out of codes" in shown
+    written = json_of("convert", small, smaller, "--format", "mxfp8")
+    padded = {name for name, reason in written["stayed"].items() if "padded" in reason}
+    assert len(padded) == written["formats"]["to"]["fp8_scaled"] > 0
+    assert json_of("convert", small, tmp_path / "plain.safetensors", "--format", "bf16")["stayed"] == {}
+
+
+def test_layers_that_a_quantised_file_left_alone_name_the_setting(tmp_path: Path, native: Path) -> None:
+    layer = "layers.0.feed_forward.w1"
+    tensors = load_file(native)
+    scale = {f"{layer}.weight_scale": torch.tensor(0.01)}
+    path = tmp_path / "one.safetensors"
+    save_file({**tensors, f"{layer}.weight": torch.ones(170, 64, dtype=torch.int8), **scale}, path)
+    stayed = json_of("convert", path, tmp_path / "out.safetensors", "--format", "int8")["stayed"]
+    said = "the file is quantised already, and the setting fp8.remainder is keep"
+    assert stayed["layers.1.feed_forward.w1.weight"] == said
+    assert f"{layer}.weight" not in stayed
+    assert stayed["t_embedder.mlp.0.weight"] == "the family keeps its time embedding out of codes"
+
+
+def test_what_stays_is_not_called_a_change(tmp_path: Path, native: Path) -> None:
+    shown = output_of("convert", native, tmp_path / "out.safetensors", "--prefix", "diffusion_model.")
+    assert re.search(r"  layout +native, as it was\n", shown)
+    assert re.search(rf"  formats +plain \({len(load_file(native))}\), as they were\n", shown)

@@ -15,7 +15,7 @@ from support.tiny_z_image import natively, tiny_tensors, write_native
 
 TEXT = (Path(__file__).parents[1] / "docs" / "json.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
-BY_NAME = {"formats", "config", "modules", "dropped", "folded", "synthesised", "settings", "left_out"}
+BY_NAME = {"formats", "config", "modules", "dropped", "folded", "synthesised", "settings", "left_out", "stayed"}
 """Keys of objects whose own keys are names, of which an example shows some."""
 
 

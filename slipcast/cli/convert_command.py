@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slipcast import api
+from slipcast.cli.collapse import collapse
 from slipcast.cli.options import call_settings, common_options, path_argument, settings_options
 from slipcast.cli.output import exact_bytes, progress_bar, write, write_facts, write_heading, write_json
 
@@ -80,7 +81,8 @@ def command(
       slipcast convert small.safetensors plain.safetensors --format bf16
 
     What the family drops is left out, and said. In a file that is quantised already, --format leaves layers that are
-    not alone, unless the setting fp8.remainder is quantise.
+    not alone, unless the setting fp8.remainder is quantise. Each layer that does not get the format is said
+    with the reason.
     """
     with progress_bar(out.name) as progress:
         converted = api.convert(
@@ -107,13 +109,14 @@ def _write(converted: Converted) -> None:
     write_facts(
         [
             ("family", converted.family),
-            ("layout", f"from {converted.source_layout or 'both namings, which are one,'} to {conversion.layout}"),
+            ("layout", _layouts(converted.source_layout, conversion.layout)),
             ("prefix", conversion.prefix or "none"),
-            ("formats", f"from {_counts(converted.source_formats)} to {_counts(conversion.formats)}"),
+            ("formats", _formats(_counts(converted.source_formats), _counts(conversion.formats))),
             ("tensors", f"{len(conversion.tensors)}, {exact_bytes(conversion.nbytes)}"),
             ("written", [str(file) for file in converted.files]),
-            ("dequantised", [f"{name}: {reason}" for name, reason in conversion.folded.items()]),
-            ("left out", [f"{name}: {reason}" for name, reason in conversion.left_out.items()]),
+            ("stayed", _reasons(conversion.stayed)),
+            ("dequantised", _reasons(conversion.folded)),
+            ("left out", _reasons(conversion.left_out)),
             ("altered", list(conversion.altered)),
         ]
     )
@@ -121,5 +124,23 @@ def _write(converted: Converted) -> None:
         write("What was left out is lost: converting back does not bring it.")
 
 
+def _layouts(source: Layout | None, layout: Layout) -> str:
+    if source is None:
+        return f"{layout}, which the native and the diffusers names both are"
+    return f"{layout}, as it was" if source == layout else f"from {source} to {layout}"
+
+
+def _formats(source: str, written: str) -> str:
+    return f"{written}, as they were" if source == written else f"from {source} to {written}"
+
+
 def _counts(formats: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count})" for name, count in formats.items())
+
+
+def _reasons(reasons: Mapping[str, str]) -> list[str]:
+    """Names with their reasons, those that differ in indices alone in one line."""
+    return [
+        block.pattern + (f" ({block.count})" if block.count > 1 else "") + f": {block.label}"
+        for block in collapse(reasons.items())
+    ]
