@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slipcast.cli import families_command
 from slipcast.registry.catalogue import load_catalogue, load_family_file
 from support.command_line import json_of, output_of, run
 from support.family_files import write_family
@@ -53,6 +54,20 @@ def test_a_family_is_shown_as_a_family_file_that_says_the_same(folder, family):
     known = load_catalogue()[family]
     assert path.read_text().splitlines()[0] == f"# {known.source}"
     assert load_family_file(path).model_dump(exclude={"extends"}) == known.model_dump(exclude={"extends"})
+
+
+def test_a_family_says_where_its_headers_come_from(monkeypatch):
+    name = "z-image-turbo--comfy-bf16"
+    source = recorded(name).source
+    assert source
+    shown = output_of("families", "z-image")
+    assert f"#   {name}: {source}" in shown.splitlines()
+    sources = json_of("families", "z-image")["header_sources"]
+    assert sources[name] == source
+    assert sources.keys() == {example.header for example in load_catalogue()["z-image"].examples}
+    monkeypatch.setattr(families_command, "recorded_headers", lambda: None)
+    assert json_of("families", "z-image")["header_sources"] == {}
+    assert "Where the examples" not in output_of("families", "z-image")
 
 
 def test_a_family_with_something_that_does_not_work_for_it(folder):

@@ -136,6 +136,9 @@ def test_explain(model):
 
 def test_families():
     agree("families", json_of("families"))
+    one = json_of("families", "z-image")
+    assert {"source", "header_sources"} <= one.keys()
+    assert "`source`, and `header_sources`" in SECTIONS["families"]
 
 
 def test_settings():

@@ -151,6 +151,17 @@ def recorded_headers(named: Path | None = None) -> Path | None:
     )
 
 
+def source_of(folder: Path, name: str) -> str | None:
+    """Where the file whose header is recorded under this name comes from; None where there is no such record.
+
+    Raises:
+        HeaderError: the record is damaged.
+    """
+    path = folder / f"{name}.json"
+    source = read_json_object(path, limit_mib=_LIMIT_MIB).get("source") if path.is_file() else None
+    return None if source is None else " ".join(str(source).split())
+
+
 def expand_name(compact: str) -> Iterator[str]:
     """The names that a compact one stands for: ``layers.{0-29}.qkv`` for thirty."""
     texts = _HOLE.split(compact)

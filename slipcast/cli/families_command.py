@@ -10,6 +10,7 @@ import yaml
 
 from slipcast.cli.options import call_settings, common_options, settings_options
 from slipcast.cli.output import write, write_heading, write_json, write_table
+from slipcast.engine.check.records import recorded_headers, source_of
 from slipcast.registry.catalogue import Catalogue, load_catalogue
 from slipcast.registry.errors import SettingsError
 from slipcast.registry.family import Family
@@ -24,7 +25,8 @@ from slipcast.registry.validation import did_you_mean
 def command(family: str | None, assignments: tuple[str, ...], as_json: bool) -> None:
     """List the known families, or show the one called ID in full, as a family file would say it.
 
-    Families of your own are read from the folders that the setting families names.
+    Families of your own are read from the folders that the setting families names. Of the headers that a family is
+    tested with it says where they come from, where slipcast runs from its repository.
 
     \b
     Examples:
@@ -75,12 +77,27 @@ def family_summary(family: Family) -> dict[str, Any]:
 
 
 def _show(family: Family, as_json: bool) -> None:
+    sources = _sources(family)
     if as_json:
-        write_json({**as_written(family.model_dump(mode="json", by_alias=True)), "source": family.source})
+        said = as_written(family.model_dump(mode="json", by_alias=True))
+        write_json({**said, "source": family.source, "header_sources": sources})
         return
     said = as_written(family.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"extends"}))
     write_heading(f"# {family.source}")
     write(yaml.dump(said, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True, width=120).rstrip())
+    if sources:
+        write("# Where the examples' headers come from:")
+        for name, source in sources.items():
+            write(f"#   {name}: {source}")
+
+
+def _sources(family: Family) -> dict[str, str]:
+    """Where each example's header comes from, as far as the recorded headers are here."""
+    folder = recorded_headers()
+    if folder is None:
+        return {}
+    found = {example.header: source_of(folder, example.header) for example in family.examples}
+    return {name: source for name, source in found.items() if source is not None}
 
 
 def as_written(value: Any) -> Any:
