@@ -1,11 +1,12 @@
-"""Measure a full-size load to the CPU in fp8 storage, against diffusers on the same file.
+"""Measure a full-size load in fp8 storage, against diffusers on the same file.
 
-    python benchmarks/load.py                  # a sparse file of zeros after a recorded header
+    python benchmarks/load.py                  # a sparse file of zeros after a recorded header, to the CPU
     python benchmarks/load.py --fill normal    # the same with values: takes its full size on disk
+    python benchmarks/load.py --device cuda    # to the GPU, also against safetensors' load_file to it
 
 The contenders are ``slipcast.load`` with ``fp8="storage"`` and, of the same model class, ``from_single_file`` followed
-by ``enable_layerwise_casting`` to float8_e4m3fn; both compute in bfloat16. Each run is a process of its own, in turn,
-and its clock starts when everything it needs is imported. Before each run the file is read once, so that it comes from
+by ``enable_layerwise_casting`` to float8_e4m3fn and, for a GPU, ``to``; both compute in bfloat16. Each run is a process
+of its own, in turn, and its clock starts when everything it needs is imported and the GPU has been used once. Before each run the file is read once, so that it comes from
 the page cache as far as memory allows.
 """
 
@@ -43,20 +44,61 @@ def run_slipcast(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     import slipcast.engine.planner
 
     model_class(path)
+    device = Device(settings["device"])
     with AnonymousPeak() as peak:
         began = perf_counter()
         loaded = slipcast.load(path, **settings)
+        device.wait()
         seconds = perf_counter() - began
     return {
         "seconds": seconds,
         "peak": peak.above,
+        "device_peak": device.peak,
         "resident": count_bytes(loaded.model),
         "predicted": loaded.report.plan.bytes.resident,
         "differences": list(loaded.report.differences),
     }
 
 
-def run_diffusers(path: Path, settings: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG001 - its own are fixed
+class Device:
+    """Where a model goes; a GPU's context is made at once, so that no clock counts it."""
+
+    def __init__(self, name: str) -> None:
+        import torch
+
+        self._cuda = torch.cuda if name.startswith("cuda") else None
+        self.name = name
+        if self._cuda is not None:
+            torch.zeros(1, device=name)
+            self.wait()
+            self._cuda.reset_peak_memory_stats()
+
+    def wait(self) -> None:
+        """Wait until everything is done."""
+        if self._cuda is not None:
+            self._cuda.synchronize()
+
+    @property
+    def peak(self) -> int | None:
+        """The most bytes of tensors that the GPU held; None on the CPU."""
+        return None if self._cuda is None else self._cuda.max_memory_allocated()
+
+
+def run_safetensors(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Load the file's tensors as they are, and nothing else."""
+    from safetensors.torch import load_file
+
+    device = Device(settings["device"])
+    with AnonymousPeak() as peak:
+        began = perf_counter()
+        tensors = load_file(path, device=settings["device"])
+        device.wait()
+        seconds = perf_counter() - began
+    resident = sum(tensor.nbytes for tensor in tensors.values())
+    return {"seconds": seconds, "peak": peak.above, "device_peak": device.peak, "resident": resident}
+
+
+def run_diffusers(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Load with diffusers' own single-file loading, then let it cast the layers; imports first."""
     import torch
 
@@ -66,17 +108,26 @@ def run_diffusers(path: Path, settings: dict[str, Any]) -> dict[str, Any]:  # no
     with tempfile.TemporaryDirectory() as folder:
         config = {**slipcast.inspect(path).config, "_class_name": kind.__name__}
         Path(folder, "config.json").write_text(json.dumps(config))
+        device = Device(settings["device"])
         with AnonymousPeak() as peak:
             began = perf_counter()
             model = kind.from_single_file(path, config=folder, torch_dtype=torch.bfloat16)
             model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+            model.to(device.name)
+            device.wait()
             seconds = perf_counter() - began
-    return {"seconds": seconds, "peak": peak.above, "resident": count_bytes(model)}
+    return {
+        "seconds": seconds,
+        "peak": peak.above,
+        "device_peak": device.peak,
+        "resident": count_bytes(model),
+    }
 
 
 CONTENDERS: dict[str, Callable[[Path, dict[str, Any]], dict[str, Any]]] = {
     "slipcast": run_slipcast,
     "diffusers": run_diffusers,
+    "safetensors": run_safetensors,
 }
 SETTINGS = {"device": "cpu", "dtype": "bfloat16", "fp8": "storage"}
 
@@ -90,9 +141,14 @@ def _tensors(model: Any) -> list[Any]:
     return [*model.parameters(), *model.buffers()]
 
 
+def contenders(device: str) -> list[str]:
+    """Who takes part: on the CPU safetensors would do nothing, since it maps the file."""
+    return [name for name in CONTENDERS if name != "safetensors" or device != "cpu"]
+
+
 def measure(path: Path, repeats: int, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Run the contenders in turn, each in fresh processes."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders(settings["device"])}
     for _ in range(repeats):
         for name, of_contender in runs.items():
             read_through(path)
@@ -102,11 +158,13 @@ def measure(path: Path, repeats: int, settings: dict[str, Any]) -> dict[str, lis
 
 
 def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median seconds and the highest peak of one contender's runs."""
+    """Median seconds and the highest peaks of one contender's runs."""
+    peaks = [run["device_peak"] for run in runs if run.get("device_peak") is not None]
     return {
         "seconds": median(run["seconds"] for run in runs),
         "all_seconds": [run["seconds"] for run in runs],
         "peak": max(run["peak"] for run in runs),
+        "device_peak": max(peaks) if peaks else None,
         "resident": runs[0]["resident"],
         "predicted": runs[0].get("predicted"),
     }
@@ -114,39 +172,41 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def print_result(result: dict[str, Any]) -> None:
     """Print the table."""
-    ours, theirs = result["slipcast"], result["diffusers"]
+    names = contenders(result["settings"]["device"])
+    each = [result[name] for name in names]
     size = f"{result['file_bytes'] / 1e9:.1f} GB"
-    print(f"`slipcast load` of {result['file']} ({size}, {result['fill']}) to the CPU in fp8 storage, against")
-    print(f"diffusers' `from_single_file` and `enable_layerwise_casting` ({result['repeats']} runs each, file warm):\n")
+    print(
+        f"`slipcast load` of {result['file']} ({size}, {result['fill']}) to {result['settings']['device']} in fp8 storage,"
+    )
+    print("against diffusers' `from_single_file` and `enable_layerwise_casting`, and on a GPU safetensors' `load_file`")
+    print(f"({result['repeats']} runs each, file warm):\n")
     rows = [
-        ("seconds after imports, median", *_pair(ours, theirs, "seconds", lambda value: f"{value:.2f}")),
-        ("seconds, all runs", *(" ".join(f"{one:.2f}" for one in each["all_seconds"]) for each in (ours, theirs)), ""),
-        ("anonymous host memory, peak above imports, MiB", *_pair(ours, theirs, "peak", _mib)),
-        ("above the resident bytes, MiB", *(_mib(each["peak"] - each["resident"]) for each in (ours, theirs)), ""),
-        ("resident, counted, MiB", *_pair(ours, theirs, "resident", _mib)),
-        ("resident, counted, bytes", *(f"{each['resident']:,}" for each in (ours, theirs)), ""),
-        ("resident, predicted, bytes", f"{ours['predicted']:,}", "-", ""),
+        ("seconds after imports, median", *(f"{one['seconds']:.2f}" for one in each)),
+        ("seconds, all runs", *(" ".join(f"{run:.2f}" for run in one["all_seconds"]) for one in each)),
+        ("times as long as slipcast", *(f"{one['seconds'] / each[0]['seconds']:.2f}" for one in each)),
+        ("anonymous host memory, peak above imports, MiB", *(_mib(one["peak"]) for one in each)),
+        ("device memory, peak, MiB", *(_mib(one["device_peak"]) for one in each)),
+        ("resident, counted, MiB", *(_mib(one["resident"]) for one in each)),
+        ("resident, counted, bytes", *(f"{one['resident']:,}" for one in each)),
+        ("resident, predicted, bytes", *(f"{one['predicted']:,}" if one["predicted"] else "-" for one in each)),
     ]
-    print_table(("", "slipcast", "diffusers", "slipcast / diffusers"), rows)
+    print_table(("", *names), rows)
     print_circumstances(result["circumstances"])
 
 
-def _pair(ours: dict[str, Any], theirs: dict[str, Any], name: str, show: Callable[[float], str]) -> tuple[str, ...]:
-    return show(ours[name]), show(theirs[name]), f"{ours[name] / theirs[name]:.2f}"
-
-
-def _mib(count: float) -> str:
-    return f"{count / MIB:,.1f}"
+def _mib(count: float | None) -> str:
+    return "-" if count is None else f"{count / MIB:,.1f}"
 
 
 def main() -> None:
     """Measure and print, or be one contender."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_file_options(parser)
+    parser.add_argument("--device", default=SETTINGS["device"], help="cpu, cuda or cuda:N (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of slipcast's")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    settings = {**SETTINGS, **parse_assignments(arguments.set)}
+    settings = {**SETTINGS, "device": arguments.device, **parse_assignments(arguments.set)}
     if arguments.contender:
         print(json.dumps(CONTENDERS[arguments.contender](arguments.file, settings)))
         return

@@ -18,31 +18,29 @@ _MIB = 2**20
 
 
 def predict_bytes(
-    targets: Sequence[Target], match: Match, device: Device, settings: Settings, *, threads: int = 1
+    targets: Sequence[Target], match: Match, device: Device, *, chunk_mib: int, threads: int, mmap: bool
 ) -> Bytes:
     """Bytes that a load will take.
 
-    Resident is exact. The peaks count tensors: what the loader allocates for results, for one chunk of casting in each
-    of its threads and, towards a GPU, for the page-locked buffer that a chunk is read into. The interpreter's own
+    Resident is exact. The peaks count tensors: what the loader allocates for results, and in each of its threads for
+    one chunk of casting and, towards a GPU, for the page-locked buffer that a chunk is read into. The interpreter's own
     objects come on top.
     """
+    weights = match.everything.weights
     resident = sum(stored.nbytes for target in targets for stored in target.stored)
     mapped = sum(target.stored[0].nbytes for target in targets if target.mapped)
-    scratch = max((chunk_bytes(target, match.everything.weights, settings.chunk_mib) for target in targets), default=0)
-    slab = max((slab_bytes(target, match.everything.weights, settings.chunk_mib) for target in targets), default=0)
+    scratch = threads * max((chunk_bytes(target, weights, chunk_mib) for target in targets), default=0)
+    slab = threads * max((slab_bytes(target, weights, chunk_mib) for target in targets), default=0)
+    read = _read(targets, match)
     if device.kind == "cpu":
-        buffered = 0 if settings.mmap else slab
-        scratch *= threads
-        anonymous = resident - mapped + scratch + buffered
-        return Bytes(
-            resident=resident, device_peak=resident + scratch, host_peak_anonymous=anonymous, read=_read(targets, match)
-        )
+        anonymous = resident - mapped + scratch + (0 if mmap else slab)
+        return Bytes(resident=resident, device_peak=resident + scratch, host_peak_anonymous=anonymous, read=read)
     computed = sum(stored.nbytes for target in targets if target.how == "computed" for stored in target.stored)
     return Bytes(
         resident=resident,
         device_peak=resident + slab + scratch,
         host_peak_anonymous=slab + computed,
-        read=_read(targets, match),
+        read=read,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,7 @@ class _Work:
         self.tensors: dict[str, torch.Tensor] = {}
         self._progress, self._cancelled = progress, cancelled
         self._local = threading.local()
+        self._streams: list[torch.cuda.Stream] = []
         self._scaled: set[str] = set()
         self._read = 0
 
@@ -80,6 +82,26 @@ class _Work:
         if found is None or found.numel() < elements:
             found = self._local.scratch = torch.empty(elements, dtype=torch.float32, device=self.device)
         return found
+
+    @contextmanager
+    def on_own_stream(self) -> Iterator[None]:
+        """Let a thread's work on a GPU run beside that of others, without gradients."""
+        if self.device.type != "cuda":
+            with torch.no_grad():
+                yield
+            return
+        stream: torch.cuda.Stream | None = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = torch.cuda.Stream(self.device)
+            stream.wait_stream(torch.cuda.default_stream(self.device))
+            self._streams.append(stream)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            yield
+
+    def join_streams(self) -> None:
+        """Let what the caller does next come after everything that the threads began."""
+        for stream in self._streams:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def report(self, piece: Piece, rows: tuple[int, int]) -> None:
         """Count rows that were read, and once the scales of their weight; let the caller know, and stop.
@@ -137,13 +159,19 @@ def execute(
     reader = open_reader(header, mmap=mapped, pinned=torch.device(plan.device).type == "cuda")
     work = _Work(plan, assemble(header).weights, reader, progress, cancelled)
     try:
-        with workers(int(plan.settings["threads"].engaged)) as done:
-            for read in done(_jobs(work)):
+        with workers(plan.threads) as done:
+            for read in done(partial(_run, work, job) for job in _jobs(work)):
                 for piece, rows in read:
                     work.report(piece, rows)
+        work.join_streams()
         return _assemble_model(plan, work.tensors, work.device)
     finally:
         work.close()
+
+
+def _run(work: _Work, job: _Job) -> _Read:
+    with work.on_own_stream():
+        return job()
 
 
 def _jobs(work: _Work) -> Iterator[_Job]:
@@ -155,7 +183,7 @@ def _jobs(work: _Work) -> Iterator[_Job]:
             yield from _keep_jobs(work, target)
         else:
             for piece in target.pieces:
-                for chunk in chunks(target, piece, work.plan.request.chunk_mib):
+                for chunk in chunks(target, piece, work.plan.chunk_mib):
                     yield partial(_fill, work, target, piece, chunk)
 
 
@@ -168,7 +196,6 @@ def _in_file_order(work: _Work) -> list[Target]:
     return sorted((target for target in work.plan.targets if target.pieces), key=place)
 
 
-@torch.no_grad()
 def _fill(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
     """Bring one chunk of the file into the tensor that a target is stored in, or quantise it; says what was read."""
     dtype = torch.float32 if target.how == "encode" else getattr(torch, target.stored[0].dtype)
@@ -213,12 +240,11 @@ def _keep_jobs(work: _Work, target: Target) -> Iterator[_Job]:
     elif len(pieces) > 1 or not is_cut(pieces[0]) or word_of(pieces[0].operation) in NUMBERED:
         yield partial(_keep_sorted, work, target, pieces)
     else:
-        for chunk in chunks(target, pieces[0], work.plan.request.chunk_mib):
+        for chunk in chunks(target, pieces[0], work.plan.chunk_mib):
             yield partial(_keep_rows, work, target, pieces[0], chunk)
     yield partial(_keep_static_scale, work, target)
 
 
-@torch.no_grad()
 def _keep_sorted(work: _Work, target: Target, pieces: Sequence[Piece]) -> _Read:
     """Put several ranges of rows of one weight one after another, or all of its rows in another order."""
     parts = work.weight(pieces[0]).selected([piece_rows(piece) for piece in pieces], pieces[0].operation)
@@ -227,7 +253,6 @@ def _keep_sorted(work: _Work, target: Target, pieces: Sequence[Piece]) -> _Read:
     return [(piece, piece_rows(piece)) for piece in pieces]
 
 
-@torch.no_grad()
 def _keep_rows(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
     """Put the parts of some rows where the target keeps them; each row of a joined weight gets its part's one scale."""
     first, last = chunk.target_rows
@@ -242,7 +267,6 @@ def _keep_rows(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read
     return [(piece, chunk.rows)]
 
 
-@torch.no_grad()
 def _keep_static_scale(work: _Work, target: Target) -> _Read:
     """Take over the checkpoint's scale of activations, where the plan stores it; all pieces have the same."""
     for index, stored in enumerate(target.stored):

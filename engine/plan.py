@@ -202,7 +202,7 @@ class Request(_Frozen):
     fp8_hints: str
     mmap: bool
     unexpected: tuple[str, ...]
-    chunk_mib: int
+    chunk_mib: int | None
     threads: int | None
     device_reserve_mib: int
 
@@ -237,6 +237,16 @@ class Plan(_Frozen):
     bytes: Bytes
     verdict: Verdict | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def chunk_mib(self) -> int:
+        """Size of the chunks that are cast, in MiB of float32 elements."""
+        return int(self.settings["chunk_mib"].engaged)
+
+    @property
+    def threads(self) -> int:
+        """How many chunks are read and cast at a time."""
+        return int(self.settings["threads"].engaged)
 
     @property
     def dropped(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from slipcast.engine.model_tensors import model_tensors
 from slipcast.engine.module_precision import ModuleChoices, ModuleChooser, WeightChoice
 from slipcast.engine.plan import Bytes, Decision, FileTensor, Origin, Plan, Request, Target
 from slipcast.engine.precision import Rules, decide_dtype, decide_fp8
-from slipcast.engine.reading import decide_mmap, decide_threads
+from slipcast.engine.reading import decide_chunk, decide_mmap, decide_threads
 from slipcast.engine.saved_quantisation import saved_quantisation
 from slipcast.engine.targets import TargetMaker, refuse_other_kinds
 from slipcast.registry.errors import UnsupportedFormatError
@@ -74,7 +74,8 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
     dtype = decide_dtype(settings.dtype, match.family.precision, match.bundles.values(), device, saved.compute_dtype)
     fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values(), lambda: probe_fp8(device))
     mmap = decide_mmap(settings.mmap, device)
-    threads = decide_threads(settings.threads, device, mmap)
+    threads = decide_threads(settings.threads)
+    chunk = decide_chunk(settings.chunk_mib, device)
     rules = Rules.of(match.family.precision)
     codecs = _codecs(match, accounts, saved.nvfp4_layout or match.family.precision.nvfp4_layout)
     tied = frozenset(chain.from_iterable(tensors.ties.items()))
@@ -86,7 +87,9 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
             match, accounts, codecs, modules.by_weight, saved, rules, dtype.engaged, device, settings.mmap
         )
         targets = tuple(maker.targets(tensors))
-        return modules, targets, predict_bytes(targets, match, device, settings, threads=int(threads.engaged))
+        mapped = mmap.engaged == "true"
+        reading = {"chunk_mib": int(chunk.engaged), "threads": int(threads.engaged)}
+        return modules, targets, predict_bytes(targets, match, device, mmap=mapped, **reading)
 
     modules, targets, bytes_ = planned(fp8.engaged)
     fp8 = _as_engaged(fp8, modules)
@@ -100,6 +103,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
             **({"fp8.remainder": modules.remainder} if modules.remainder is not None else {}),
             "mmap": mmap,
             "threads": threads,
+            "chunk_mib": chunk,
         },
         device=device.name,
         compute_dtype=dtype.engaged,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from io import FileIO
 from math import prod
@@ -53,7 +54,7 @@ class Reader(Protocol):
     def elements(self, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
         """Elements ``start`` to ``stop`` of a tensor, row-major, as one dimension.
 
-        The result is valid until the next call; only a mapped reader's views live longer.
+        The result is valid until the thread's next call; only a mapped reader's views live longer.
         """
 
     def close(self) -> None:
@@ -138,45 +139,55 @@ class MappedReader:
 
 
 class BufferedReader:
-    """Reads into one buffer that grows to the largest request and is reused."""
+    """Reads into a buffer that grows to the largest request and is reused; each thread has its own."""
 
     lasting = False
 
     def __init__(self, header: Header, *, pinned: bool = False) -> None:
         self._header = header
         self._pinned = pinned
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._files: dict[int, FileIO] = {}
+        self._local = threading.local()
+        self._files: list[FileIO] = []
 
     def elements(self, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
         """See ``Reader``."""
         dtype = torch_dtype(tensor)
         count = (stop - start) * dtype.itemsize
-        if self._buffer.numel() < count:
-            self._buffer = torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
+        buffer = self._buffer(count)
         file = self._file(tensor.file)
         file.seek(tensor.start + start * dtype.itemsize)
-        view = memoryview(self._buffer[:count].numpy())  # type: ignore[arg-type]
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         read = 0
         while read < count:
             step = file.readinto(view[read:])
             if not step:
                 raise _changed(self._header.files[tensor.file], f"it ends inside {tensor.name}")
             read += step
-        return self._buffer[:count].view(dtype)
+        return buffer.view(dtype)
 
     def close(self) -> None:
-        """Close the files and let go of the buffer."""
-        for file in self._files.values():
+        """Close the files and let go of the buffers."""
+        for file in self._files:
             file.close()
         self._files.clear()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._local = threading.local()
+
+    def _buffer(self, count: int) -> torch.Tensor:
+        """The first bytes of this thread's buffer."""
+        found: torch.Tensor | None = getattr(self._local, "buffer", None)
+        if found is None or found.numel() < count:
+            found = self._local.buffer = torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
+        return found[:count]
 
     def _file(self, index: int) -> FileIO:
-        if index not in self._files:
+        opened: dict[int, FileIO] | None = getattr(self._local, "files", None)
+        if opened is None:
+            opened = self._local.files = {}
+        if index not in opened:
             _checked_size(self._header, index)
-            self._files[index] = self._header.files[index].open("rb", buffering=0)
-        return self._files[index]
+            opened[index] = self._header.files[index].open("rb", buffering=0)
+            self._files.append(opened[index])
+        return opened[index]
 
 
 def _checked_size(header: Header, index: int) -> int:

@@ -9,6 +9,7 @@ from slipcast.engine.plan import Decision
 
 _MOST_THREADS = 8
 """More cores than this wait for memory."""
+_CHUNK_MIB, _DEVICE_CHUNK_MIB = 6, 32
 
 
 def decide_mmap(mmap: bool, device: Device) -> Decision:
@@ -24,21 +25,26 @@ def decide_mmap(mmap: bool, device: Device) -> Decision:
     return Decision(requested=requested, engaged=requested, reason=mapped if mmap else copied)
 
 
-def decide_threads(requested: int | None, device: Device, mmap: Decision) -> Decision:
-    """How many chunks are cast at a time. Engaged is a number.
+def decide_threads(requested: int | None) -> Decision:
+    """How many chunks are read and cast at a time. Engaged is a number.
 
     Args:
         requested: the setting; None leaves it to torch's number of threads.
-        device: where the model goes.
-        mmap: a file that is not mapped is read into one buffer, by one thread.
     """
     asked = "auto" if requested is None else str(requested)
-    if device.kind != "cpu":
-        return Decision(requested=asked, engaged="1", reason="chunks are cast on the device, one after another")
-    if mmap.engaged != "true":
-        return Decision(requested=asked, engaged="1", reason="a file that is not mapped is read into one buffer")
     if requested is not None:
         return Decision(requested=asked, engaged=asked, reason="as requested")
     cores = torch.get_num_threads()
     reason = f"torch uses {cores} here" + (f", and more than {_MOST_THREADS} wait for memory" * (cores > _MOST_THREADS))
     return Decision(requested=asked, engaged=str(min(cores, _MOST_THREADS)), reason=reason)
+
+
+def decide_chunk(requested: int | None, device: Device) -> Decision:
+    """How large chunks are, in MiB of float32 elements. Engaged is a number."""
+    if requested is not None:
+        return Decision(requested=str(requested), engaged=str(requested), reason="as requested")
+    if device.kind == "cpu":
+        reason = "a chunk stays in a core's share of the cache"
+        return Decision(requested="auto", engaged=str(_CHUNK_MIB), reason=reason)
+    reason = "a copy to the device takes longer than what starts it"
+    return Decision(requested="auto", engaged=str(_DEVICE_CHUNK_MIB), reason=reason)

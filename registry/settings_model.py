@@ -86,11 +86,11 @@ class Settings(_Section):
     device_reserve_mib: int = Field(ge=0)
     """Memory in MiB that the runtime itself takes on a GPU."""
 
-    chunk_mib: int = Field(ge=1)
-    """Size in MiB of the pieces in which rows are cast, counted in float32."""
+    chunk_mib: int | None = Field(ge=1)
+    """Size in MiB of the pieces in which rows are cast, counted in float32; null: 6 on the CPU, 32 on other devices."""
 
     threads: int | None = Field(ge=1)
-    """How many of these pieces are cast at a time on the CPU; null: as many as torch uses threads, 8 at most."""
+    """How many of these pieces are read and cast at a time; null: as many as torch uses threads, 8 at most."""
 
     header_limit_mib: int = Field(ge=1)
     """Largest header in MiB that is read from a file."""

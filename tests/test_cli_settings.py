@@ -28,7 +28,7 @@ def layered(folder):
 def test_every_setting_is_there(folder):
     answer = json_of("settings")
     assert tuple(answer["settings"]) == setting_names()
-    assert answer["settings"]["chunk_mib"]["value"] == 6
+    assert answer["settings"]["chunk_mib"]["value"] is None
     assert {entry["layer"] for entry in answer["settings"].values()} == {"default"}
     assert all(entry["description"] for entry in answer["settings"].values())
     assert answer["user_file"] == str(folder / ".config" / "slipcast" / "settings.yaml")

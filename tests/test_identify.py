@@ -18,8 +18,8 @@ from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.claims import choose_variant
 from slipcast.registry.errors import AccountingError, ConfigError, IdentificationError, SettingsError
 from slipcast.registry.evidence import weigh
-from slipcast.registry.header import Checkpoint
 from slipcast.registry.family import Variant
+from slipcast.registry.header import Checkpoint
 from slipcast.registry.identify import Match, identify
 from slipcast.registry.names import Names
 from support.family_files import write_family

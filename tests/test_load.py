@@ -110,7 +110,9 @@ def test_a_folder(tmp_path: Path, tensors: Tensors, fp8: str) -> None:
     _check_values(loaded.model, tensors, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("mmap", "rows", "threads"), [(True, 1, 1), (False, 7, 1), (True, 64, 1), (True, 9, 3)])
+@pytest.mark.parametrize(
+    ("mmap", "rows", "threads"), [(True, 1, 1), (False, 7, 1), (True, 64, 1), (True, 9, 3), (False, 9, 3)]
+)
 def test_the_size_and_number_of_chunks_change_nothing(
     files: dict[tuple[str, str], Path],
     tensors: Tensors,
@@ -199,7 +201,7 @@ def test_other_floats_are_cast_once(tmp_path: Path, dtype: torch.dtype) -> None:
         _check_values(model, tensors, getattr(torch, target))
 
 
-@pytest.mark.parametrize(("mmap", "threads"), [(True, 1), (False, 1), (True, 3)])
+@pytest.mark.parametrize(("mmap", "threads"), [(True, 1), (False, 1), (True, 3), (False, 3)])
 @pytest.mark.parametrize("fp8", ["off", "storage"])
 def test_progress_rises_to_the_bytes_that_the_plan_says(
     files: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch, fp8: str, mmap: bool, threads: int

@@ -91,7 +91,7 @@ def test_a_load_takes_what_was_predicted(tmp_path: Path) -> None:
     adopted, storage, side_by_side, copied = json.loads(output.splitlines()[-1])
     for each in (adopted, storage, side_by_side, copied):
         assert each["measured"] <= each["host_peak_anonymous"] + 64 * MIB, each
-        assert each["reported"] <= each["measured"] + 8 * MIB, each
+        assert abs(each["reported"] - each["measured"]) <= 32 * MIB, each  # each sampled by a thread that may wait
     assert adopted["host_peak_anonymous"] == 0
     assert adopted["measured"] < 8 * MIB
     for each in (storage, side_by_side, copied):

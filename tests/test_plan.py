@@ -93,8 +93,8 @@ def test_peaks_are_the_result_and_one_chunk(published: Path, chunk_mib: int) -> 
     [
         ("cpu", {}, str(min(torch.get_num_threads(), 8)), f"torch uses {torch.get_num_threads()} here"),
         ("cpu", {"threads": 5}, "5", "as requested"),
-        ("cpu", {"threads": 5, "mmap": False}, "1", "a file that is not mapped is read into one buffer"),
-        ("cuda:8.6,24GiB", {"threads": 5}, "1", "chunks are cast on the device, one after another"),
+        ("cpu", {"threads": 5, "mmap": False}, "5", "as requested"),
+        ("cuda:8.6,24GiB", {"threads": 5}, "5", "as requested"),
     ],
 )
 def test_the_number_of_threads_is_decided(
@@ -103,6 +103,16 @@ def test_the_number_of_threads_is_decided(
     decision = slipcast.plan(published, device=device, **settings).settings["threads"]
     assert (decision.requested, decision.engaged) == (str(settings.get("threads", "auto")), engaged)
     assert decision.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("device", "requested", "engaged"), [("cpu", None, "6"), ("cuda:8.6,24GiB", None, "32"), ("cpu", 3, "3")]
+)
+def test_the_size_of_chunks_is_decided(published: Path, device: str, requested: int | None, engaged: str) -> None:
+    plan = slipcast.plan(published, device=device, fp8="storage", chunk_mib=requested)
+    decision = plan.settings["chunk_mib"]
+    assert (decision.requested, decision.engaged) == (str(requested or "auto"), engaged)
+    assert plan.chunk_mib == int(engaged)
 
 
 def test_a_plan_says_what_was_asked_and_why(published: Path) -> None:
