@@ -4,10 +4,10 @@
     python benchmarks/load.py --fill normal    # the same with values: takes its full size on disk
     python benchmarks/load.py --device cuda    # to the GPU, also against safetensors' load_file to it
 
-The contenders are ``slipcast.load`` with ``fp8="storage"`` and, of the same model class, ``from_single_file`` followed
+The contenders are ``slipcast.load`` with ``fp8="storage"`` and, of the same model class, ``from_single_file``, followed
 by ``enable_layerwise_casting`` to float8_e4m3fn and, for a GPU, ``to``; both compute in bfloat16. Each run is a process
-of its own, in turn, and its clock starts when everything it needs is imported and the GPU has been used once. Before each run the file is read once, so that it comes from
-the page cache as far as memory allows.
+of its own, in turn, and its clock starts when everything it needs is imported and the GPU has been used once. Before
+each run the file is read once, so that it comes from the page cache as far as memory allows.
 """
 
 from __future__ import annotations
@@ -175,9 +175,8 @@ def print_result(result: dict[str, Any]) -> None:
     names = contenders(result["settings"]["device"])
     each = [result[name] for name in names]
     size = f"{result['file_bytes'] / 1e9:.1f} GB"
-    print(
-        f"`slipcast load` of {result['file']} ({size}, {result['fill']}) to {result['settings']['device']} in fp8 storage,"
-    )
+    device = result["settings"]["device"]
+    print(f"`slipcast load` of {result['file']} ({size}, {result['fill']}) to {device} in fp8 storage,")
     print("against diffusers' `from_single_file` and `enable_layerwise_casting`, and on a GPU safetensors' `load_file`")
     print(f"({result['repeats']} runs each, file warm):\n")
     rows = [
