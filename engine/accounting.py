@@ -77,7 +77,7 @@ def model_links(match: Match, shapes: Mapping[str, Shape]) -> tuple[Link, ...]:
     """The links between the file's names and the model's: the family's key map, or the identity."""
     if match.layout == "diffusers":
         return tuple(Link((name,), (Term(name),)) for name in shapes)
-    return match.family.key_map.links(shapes.keys(), match.bundles.keys())
+    return match.key_map.links(shapes.keys(), match.bundles.keys())
 
 
 def _refuse_orphans(match: Match) -> None:
@@ -230,7 +230,7 @@ def _fate(
     if (contained := match.family.key_map.contained(name)) is not None:
         return "other component", f"part of {contained[1]}"
     if (native is None or match.layout != "diffusers") and (
-        reason := match.family.key_map.drop_reason(name)
+        reason := (match.family if native is None else match).key_map.drop_reason(name)
     ) is not None:
         return "dropped", reason
     if (

@@ -16,7 +16,7 @@ from slipcast.engine.build import build_on_meta, unknown_arguments
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.conversion_choice import WEIGHT_SUFFIX, Choice, Chooser, eligible_weights
 from slipcast.engine.converted import Conversion, ConvertedTensor, Extract, origin_of
-from slipcast.engine.destination import checked_prefix
+from slipcast.engine.destination import checked_prefix, default_layout
 from slipcast.engine.file_codec import file_codec
 from slipcast.engine.kept_codes import saved_codec
 from slipcast.engine.model_tensors import ModelTensors, model_tensors
@@ -80,7 +80,7 @@ def convert_header(
     """
     refuse_formats(match)
     wanted = wanted or Wanted()
-    layout = layout or match.layout or "native"
+    layout = layout or default_layout(match)
     stays = match.layout is None or match.layout == layout
     prefix = checked_prefix(match, (match.prefix if stays else "") if prefix is None else prefix)
     model = build_on_meta(match.family.model, known_arguments(match))
@@ -374,8 +374,8 @@ def _altered(match: Match, accounts: Accounts, shapes: Mapping[str, Shape]) -> l
     """What converting back would not write as it was: a shape that the model has otherwise, a second spelling."""
     found: list[str] = []
     for link, back in zip(
-        match.family.key_map.links(shapes.keys(), match.bundles.keys()),
-        match.family.key_map.links(shapes.keys()),
+        match.key_map.links(shapes.keys(), match.bundles.keys()),
+        match.key_map.links(shapes.keys()),
         strict=True,
     ):
         if link not in accounts.links or len(link.files) > 1:

@@ -19,7 +19,7 @@ from slipcast.engine.quantised_model import description
 from slipcast.engine.safetensors_writer import Progress, write_tensors
 from slipcast.engine.wanted import Wanted
 from slipcast.engine.written_proof import prove_written
-from slipcast.registry.claims import Layout
+from slipcast.registry.claims import ARCHITECTURE, Layout
 from slipcast.registry.identify import Match
 from slipcast.registry.new_files import new_file, new_folder
 from slipcast.registry.quantisation import count_formats
@@ -104,6 +104,8 @@ def convert(
     metadata = dict(conversion.metadata)
     if layout == "diffusers":
         metadata.setdefault("format", "pt")  # transformers refuses files without it
+    elif layout in match.family.namings:
+        metadata.update((ARCHITECTURE, name) for name in match.family.namings[layout].architectures[:1])
     with ExitStack() as stack:
         files = [weights]
         settings = _config(match, conversion) if place.folder else None

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import get_args
 
 from slipcast.registry.claims import Layout
 from slipcast.registry.errors import SettingsError, UnsupportedFileError
+from slipcast.registry.family import MODEL_NAMES, NATIVE_NAMES
 from slipcast.registry.foreign_files import PICKLE_SUFFIXES
 from slipcast.registry.identify import Match
 from slipcast.registry.new_files import refuse_place
@@ -54,14 +54,15 @@ def destination(match: Match, out: Path, layout: Layout | None, *, prefix: str |
         UnsupportedFileError: the output is the input itself, is there already, or its name can't hold the layout.
         SettingsError: no such layout, or a prefix that can't be.
     """
-    if layout is not None and layout not in get_args(Layout):
+    layouts = (NATIVE_NAMES, MODEL_NAMES, *match.family.namings)
+    if layout is not None and layout not in layouts:
         raise SettingsError(
             f"the layout {layout!r}",
-            expected="one of " + ", ".join(get_args(Layout)),
+            expected="one of " + ", ".join(layouts),
             hint="choose one of these, or leave it out",
             field="layout",
         )
-    layout = layout or match.layout or "native"
+    layout = layout or default_layout(match)
     if prefix is not None:
         checked_prefix(match, prefix)
     folder = out.is_dir() or out.suffix.lower() != SUFFIX
@@ -73,6 +74,11 @@ def destination(match: Match, out: Path, layout: Layout | None, *, prefix: str |
     else:
         refuse_place(weights, overwrite=overwrite)
     return Destination(layout, weights, folder)
+
+
+def default_layout(match: Match) -> Layout:
+    """Whose names an output has where nobody says: the input's, of other names than the family's the model's."""
+    return MODEL_NAMES if match.layout in match.family.namings else match.layout or NATIVE_NAMES
 
 
 def checked_prefix(match: Match, prefix: str) -> str:
@@ -108,8 +114,8 @@ def _refuse_name(out: Path, layout: Layout) -> None:
     found = ""
     if not out.is_dir() and out.suffix.lower() in _OTHER_FILES:
         found = f"the name ends in {out.suffix}: files of that kind are not written"
-    elif layout == "native":
-        found = "a folder for a checkpoint in native names"
+    elif layout != MODEL_NAMES:
+        found = f"a folder for a checkpoint in {layout} names"
     if found:
         stem = out.stem if out.suffix.lower() in _OTHER_FILES else out.name
         raise UnsupportedFileError(

@@ -15,8 +15,16 @@ from slipcast.registry.claims import Layout
 from slipcast.registry.errors import AccountingError
 from slipcast.registry.header import Shape
 from slipcast.registry.identify import Match
+from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.keymap.link import Link, Term
-from slipcast.registry.keymap.operations import COMPUTED, joined_shape, native_shape, shared_shapes, word_of
+from slipcast.registry.keymap.operations import (
+    COMPUTED,
+    inverse,
+    joined_shape,
+    native_shape,
+    shared_shapes,
+    word_of,
+)
 
 Codecs = Mapping[str, str]
 """Name of a weight's bundle in the input -> name of the codec that it is in."""
@@ -68,21 +76,20 @@ def new_weights(
             NewWeight(name, shapes[name], _in_order(pieces, accounts, codecs), (Term(name),))
             for name, pieces in accounts.pieces.items()
         ]
-    return _in_native_names(match, accounts, shapes, codecs)
+    return _evaluated(match.family.key_map_of(layout), accounts, shapes, codecs)
 
 
 def _renamed(match: Match, accounts: Accounts, codecs: Codecs) -> list[NewWeight]:
     """Every weight as it is; also those that no model loads: the naming has a place for them."""
     terms = {link.files[0]: link.terms for link in accounts.links if len(link.files) == 1}
     terms |= {name: link.terms for link in accounts.links if len(link.files) > 1 for name in link.files}
-    native = match.layout != "diffusers"
     found: list[NewWeight] = []
     for name, bundle in match.bundles.items():
         shape = accounts.shapes.get(bundle.name)
         if shape is not None:
             piece = Piece(source=bundle.name, codec=codecs.get(bundle.name), shape=shape)
             found.append(NewWeight(name, shape, (piece,), terms[name]))
-        elif native and match.family.key_map.drop_reason(name) is not None:
+        elif match.key_map.drop_reason(name) is not None:
             found.append(NewWeight(name, bundle.shape, (Piece(source=bundle.name, shape=bundle.shape),)))
     return found
 
@@ -94,11 +101,11 @@ def _in_order(pieces: Sequence[Piece], accounts: Accounts, codecs: Codecs) -> tu
     )
 
 
-def _in_native_names(match: Match, accounts: Accounts, shapes: Mapping[str, Shape], codecs: Codecs) -> list[NewWeight]:
-    """Evaluate the links on the tensors of a file in the model's names."""
-    sources = {name: pieces[0].source for name, pieces in accounts.pieces.items()}
+def _evaluated(key_map: KeyMap, accounts: Accounts, shapes: Mapping[str, Shape], codecs: Codecs) -> list[NewWeight]:
+    """Evaluate a key map's links on the tensors of a file of which each is one of the model's."""
+    sources = {name: pieces[0] for name, pieces in accounts.pieces.items()}
     found: list[NewWeight] = []
-    for link in match.family.key_map.links(shapes.keys()):
+    for link in key_map.links(shapes.keys()):
         if not all(term.model in sources for term in link.terms):
             continue  # a tie: the file has the tensor under its other name
         pieces: list[Piece] = []
@@ -112,15 +119,26 @@ def _in_native_names(match: Match, accounts: Accounts, shapes: Mapping[str, Shap
     return found
 
 
-def _native_pieces(term: Term, source: str, row: int, rows: int) -> list[Piece]:
-    """What the operation makes of the model's tensor, at some rows of the file's."""
-    if term.operation == "swap_halves":
+def _native_pieces(term: Term, piece: Piece, row: int, rows: int) -> list[Piece]:
+    """What the operation makes of the model's tensor, which a piece of the input is, at some rows of the file's."""
+    source, operation = piece.source, term.operation
+    if word_of(piece.operation) in COMPUTED:
+        if operation is not None:
+            raise AccountingError(
+                f"{source} is {piece.operation} of {term.model}, of which {operation} is to be written",
+                expected="an operation in one of the two namings",
+                hint="convert to the model's names first (layout diffusers), then these",
+            )
+        operation = piece.operation
+    elif operation == "swap_halves":
         half = rows // 2
         return [
             Piece(source=source, source_rows=(half, rows), target_rows=(row, row + half)),
             Piece(source=source, source_rows=(0, half), target_rows=(row + half, row + rows)),
         ]
-    return [Piece(source=source, operation=term.operation, target_rows=(row, row + rows))]
+    elif word_of(operation) in COMPUTED:
+        operation = inverse(operation)  # a piece says what the input is of the output
+    return [Piece(source=source, operation=operation, target_rows=(row, row + rows))]
 
 
 def _shares(

@@ -38,7 +38,12 @@ def read_index(root: Path, paths: Iterable[Path]) -> dict[str, Signature]:
     if data["digest"] != digest_of(paths, root):
         return {}
     return {
-        id_: Signature(tuple(entry["prefixes"]), tuple(entry["native"]), tuple(map(tuple, entry["model"])))
+        id_: Signature(
+            tuple(entry["prefixes"]),
+            tuple(entry["native"]),
+            tuple(map(tuple, entry["model"])),
+            tuple(map(tuple, entry["namings"])),
+        )
         for id_, entry in data["families"].items()
     }
 
@@ -50,7 +55,12 @@ def index_text(signatures: Mapping[str, Signature], digest: str) -> str:
 
 
 def _plain(signature: Signature) -> dict[str, Any]:
-    return {"prefixes": signature.prefixes, "native": signature.native, "model": signature.model}
+    return {
+        "prefixes": signature.prefixes,
+        "native": signature.native,
+        "model": signature.model,
+        "namings": signature.namings,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from slipcast.registry.catalogue import Catalogue
 from slipcast.registry.evidence import Evidence, weigh
-from slipcast.registry.family import Family, Variant
+from slipcast.registry.family import MODEL_NAMES, NATIVE_NAMES, Family, Variant
+from slipcast.registry.header import Shape
 from slipcast.registry.names import Names
 from slipcast.registry.quantisation import Bundle
 from slipcast.registry.signature import Signature
 
-Layout = Literal["native", "diffusers"]
+Layout = str
+"""Whose names: ``native``, ``diffusers`` (the model's), or one of the family's ``namings``."""
+
+ARCHITECTURE = "general.architecture"
+"""The metadata in which a GGUF file says what it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +40,18 @@ class Answer:
     names: Names
 
 
-def ask(weights: Mapping[str, Bundle], catalogue: Mapping[str, Family]) -> tuple[Answer, ...]:
-    """Every family's answer to a header's weights, the one that found most of its evidence first."""
+def ask(
+    weights: Mapping[str, Bundle], catalogue: Mapping[str, Family], architecture: str | None = None
+) -> tuple[Answer, ...]:
+    """Every family's answer to a header's weights, the one that found most of its evidence first.
+
+    Args:
+        weights: the header's weights.
+        catalogue: the families to ask.
+        architecture: what a GGUF file says that it holds.
+    """
     under: dict[str, Names] = {}
-    answers = [_best_answer(weights, family, under) for family in catalogue.values()]
+    answers = [_best_answer(weights, family, architecture, under) for family in catalogue.values()]
     return tuple(
         sorted(answers, key=lambda answer: (not answer.evidence.complete, -answer.evidence.share, answer.family.id))
     )
@@ -66,11 +78,13 @@ def strip_prefix(weights: Mapping[str, Bundle], prefix: str) -> dict[str, Bundle
     return {name[len(prefix) :]: bundle for name, bundle in weights.items() if name.startswith(prefix)}
 
 
-def _best_answer(weights: Mapping[str, Bundle], family: Family, under: dict[str, Names]) -> Answer:
-    """Try the prefixes from long to short, and under each the native names before the model's."""
+def _best_answer(
+    weights: Mapping[str, Bundle], family: Family, architecture: str | None, under: dict[str, Names]
+) -> Answer:
+    """Try the prefixes from long to short, and under each the native names before the model's and others."""
     best: Answer | None = None
     for prefix in sorted(family.prefixes, key=len, reverse=True):
-        for answer in _answers(family, prefix, _names_under(prefix, weights, under)):
+        for answer in _answers(family, prefix, _names_under(prefix, weights, under), architecture):
             if answer.evidence.complete:
                 return answer
             if best is None or answer.evidence.share > best.evidence.share:
@@ -79,12 +93,24 @@ def _best_answer(weights: Mapping[str, Bundle], family: Family, under: dict[str,
     return best
 
 
-def _answers(family: Family, prefix: str, names: Names) -> list[Answer]:
-    native = Answer(family, prefix, "native", weigh(family.identify, names), names)
+def _answers(family: Family, prefix: str, names: Names, architecture: str | None) -> list[Answer]:
+    native = Answer(family, prefix, NATIVE_NAMES, weigh(family.identify, names), names)
     if native.evidence.complete or not names:
         return [native]
-    view = Names(family.key_map.native_view(names))
-    return [native, Answer(family, prefix, "diffusers", weigh(family.identify, view), view)]
+    answers = [native, _answer_in(MODEL_NAMES, family, prefix, names)]
+    for layout, naming in family.namings.items():
+        if naming.architectures and architecture not in naming.architectures:
+            continue
+        model = family.naming_maps[layout].model_view(names)
+        if model is not None:
+            answers.append(_answer_in(layout, family, prefix, model))
+    return answers
+
+
+def _answer_in(layout: Layout, family: Family, prefix: str, model: Mapping[str, Shape]) -> Answer:
+    """The answer to names of the model's, read back into native ones."""
+    view = Names(family.key_map.native_view(model))
+    return Answer(family, prefix, layout, weigh(family.identify, view), view)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
-from slipcast.registry.claims import Answer, ask
+from slipcast.registry.claims import ARCHITECTURE, Answer, ask
 from slipcast.registry.quantisation import assemble, count_formats
 from slipcast.registry.settings import Settings
 
@@ -54,7 +54,8 @@ def explain_path(path: str | Path, settings: Settings) -> tuple[Explanation, ...
     found = []
     for component, header in checkpoint.headers.items():
         weights = assemble(header).weights
-        found.append(Explanation(component, count_formats(weights.values()), ask(weights, catalogue)))
+        answers = ask(weights, catalogue, header.metadata.get(ARCHITECTURE))
+        found.append(Explanation(component, count_formats(weights.values()), answers))
     return tuple(found)
 
 

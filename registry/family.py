@@ -65,6 +65,8 @@ FileStem = Annotated[
         "a record's name without .json: letters, digits, dots, hyphens and underscores",
     ),
 ]
+NATIVE_NAMES, MODEL_NAMES = "native", "diffusers"
+NamingName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 Word = Annotated[str, *of_form(r"^[a-z][a-z0-9_]*$", "a word of small letters, digits and underscores")]
 KeyEntry = TypeAliasType("KeyEntry", Text | int | Mapping[str, "KeyEntry"])  # type: ignore[misc]
 
@@ -231,11 +233,25 @@ class Precision(_Section):
         return self
 
 
+class Naming(_Section):
+    """Other names that files of the family bear; each name for a name of the model's."""
+
+    architectures: Several[Text] = ()
+    """What `general.architecture` of a GGUF file must be, one of these; left out where any file may bear the names."""
+
+    keys: Named[KeyEntry]
+    """Name in the file, and what it is in the model's names: as in `keys`, but without sums, arithmetic and views."""
+
+    drop: Named[Text] = Field(default_factory=FrozenMapping)
+    """Tensors of such a file that no model needs, each with the reason."""
+
+
 class Expect(_Section):
     """What a recorded header must be recognised as."""
 
-    layout: Literal["native", "diffusers"] | None = None
-    """Whose names it bears; left out where the family's names and the model's are the same."""
+    layout: NamingName | None = None
+    """Whose names it bears: `native`, `diffusers` (the model's), or one of `namings`; left out where the family's names
+    and the model's are the same."""
 
     format: Word
     """The format of its quantised weights (`fp8_scaled`, `nvfp4`, ...), or `plain` where it has none."""
@@ -304,6 +320,9 @@ class Family(_Section):
     contains: Named[Id] = Field(default_factory=FrozenMapping)
     """Parts of the file that another family describes: beginning of their names, and that family's id."""
 
+    namings: Annotated[Mapping[NamingName, Naming], *_Frozen] = Field(default_factory=FrozenMapping)
+    """Names that files bear beside the family's and the model's, such as those of llama.cpp."""
+
     precision: Precision
     """In which dtypes the family is stored and computed."""
 
@@ -324,6 +343,7 @@ class Family(_Section):
     """A small model of the class, for what a header can't prove: values, and precision."""
 
     _key_map: KeyMap = PrivateAttr()
+    _naming_maps: Mapping[str, KeyMap] = PrivateAttr()
     _source: str = PrivateAttr(default="")
     _digest: str = PrivateAttr(default="")
 
@@ -346,11 +366,31 @@ class Family(_Section):
         """SHA-256, in hexadecimal, of what the file says, comments and spelling aside."""
         return self._digest
 
-    def read_from(self, source: str, digest: str, key_map: KeyMap) -> Family:
+    @property
+    def naming_maps(self) -> Mapping[str, KeyMap]:
+        """The parsed key maps of ``namings``."""
+        return self._naming_maps
+
+    def key_map_of(self, layout: str | None) -> KeyMap:
+        """What the names of a file in a layout are in the model's; None is ``native``."""
+        if layout == MODEL_NAMES:
+            return type(self._key_map)(contents=self._key_map.contents)
+        return self._key_map if layout in (None, NATIVE_NAMES) else self._naming_maps[layout]
+
+    def read_from(self, source: str, digest: str, key_map: KeyMap, naming_maps: Mapping[str, KeyMap]) -> Family:
         """This family with what reading its file adds to what the file says."""
         family = self.model_copy()
         family._source, family._digest, family._key_map = source, digest, key_map
+        family._naming_maps = FrozenMapping(naming_maps)
         return family
+
+    @field_validator("namings")
+    @classmethod
+    def _names_are_free(cls, namings: Mapping[str, Naming]) -> Mapping[str, Naming]:
+        for name in (NATIVE_NAMES, MODEL_NAMES):
+            if name in namings:
+                raise mistake(f"a naming called {name!r}", "a name of its own", "name it after whose names they are")
+        return namings
 
     @field_validator("variants")
     @classmethod
@@ -369,5 +409,18 @@ class Family(_Section):
                     f"the example {example.header} expects a variant {variant!r}",
                     f"one of {', '.join(self.variants) or 'no variants'}",
                     did_you_mean(variant, self.variants, "correct the example, or add the variant"),
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _examples_name_layouts(self) -> Family:
+        layouts = (NATIVE_NAMES, MODEL_NAMES, *self.namings)
+        for example in self.examples:
+            layout = example.expect.layout
+            if layout is not None and layout not in layouts:
+                raise mistake(
+                    f"the example {example.header} expects the layout {layout!r}",
+                    f"one of {', '.join(layouts)}",
+                    did_you_mean(layout, layouts, "correct the example, or add the naming"),
                 )
         return self

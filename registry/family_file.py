@@ -11,9 +11,10 @@ from typing import Any
 
 from slipcast.registry.errors import FamilyFileError, KeyMapError
 from slipcast.registry.expression import check_config, parse_condition
-from slipcast.registry.family import SCHEMA, Family
+from slipcast.registry.family import SCHEMA, Family, Naming
+from slipcast.registry.keymap.inverse import inverted
 from slipcast.registry.keymap.key_map import KeyMap
-from slipcast.registry.keymap.lint import Finding, lint
+from slipcast.registry.keymap.lint import Finding, lint_all
 from slipcast.registry.strict_yaml import Document, Where, dotted, load_yaml
 from slipcast.registry.validation import Place, shown, validate
 
@@ -100,12 +101,24 @@ def build_family(file: FamilyFile, base: FamilyFile | None = None, *, linted: bo
     try:
         _check_expressions(family)
         key_map = KeyMap.parse(data.get("keys", {}), data.get("drop", {}), data.get("contains", {}))
+        naming_maps = {name: _naming_map(name, naming) for name, naming in family.namings.items()}
     except KeyMapError as problem:
         raise _placed(problem, locate) from problem
-    findings = () if linted else lint(key_map)
+    findings = () if linted else lint_all(key_map, naming_maps)
     if findings:
         raise _placed(_linted(findings), locate)
-    return family.read_from(file.source, digest(data), key_map)
+    return family.read_from(file.source, digest(data), key_map, naming_maps)
+
+
+def _naming_map(name: str, naming: Naming) -> KeyMap:
+    """The key map of other names, which has to be readable from the file's side."""
+    try:
+        key_map = KeyMap.parse(naming.keys, naming.drop, {})
+        inverted(key_map.rules)
+    except KeyMapError as problem:
+        problem.where = ("namings", name, *problem.where)
+        raise
+    return key_map
 
 
 def digest(data: Mapping[str, Any]) -> str:

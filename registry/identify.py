@@ -10,6 +10,7 @@ from typing import Any
 
 from slipcast.registry.catalogue import Catalogue
 from slipcast.registry.claims import (
+    ARCHITECTURE,
     Answer,
     Layout,
     VariantChoice,
@@ -23,6 +24,7 @@ from slipcast.registry.config import infer_config
 from slipcast.registry.errors import IdentificationError
 from slipcast.registry.family import Family
 from slipcast.registry.header import Checkpoint, Header
+from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.quantisation import Bundle, Bundles, assemble
 from slipcast.registry.strangers import claimed_twice, unclaimed
 
@@ -58,6 +60,11 @@ class Match:
     evidence: tuple[str, ...]
     guesses: tuple[str, ...] = ()
     part: str = ""
+
+    @property
+    def key_map(self) -> KeyMap:
+        """What the file's names are in the model's."""
+        return self.family.key_map_of(self.layout)
 
     @property
     def name(self) -> str:
@@ -96,10 +103,11 @@ def identify(checkpoint: Checkpoint, catalogue: Catalogue, *, family: str | None
 
 def _identify_header(header: Header, component: str, bundles: Bundles, catalogue: Catalogue) -> Iterator[Match]:
     path = header.path / component if component else header.path
-    answers = ask(bundles.weights, plausible(bundles.weights, catalogue))
+    architecture = header.metadata.get(ARCHITECTURE)
+    answers = ask(bundles.weights, plausible(bundles.weights, catalogue), architecture)
     claims = [answer for answer in answers if answer.evidence.complete]
     if not claims:
-        raise unclaimed(path, bundles.weights, ask(bundles.weights, catalogue))
+        raise unclaimed(path, bundles.weights, ask(bundles.weights, catalogue, architecture))
     if not all(are_apart(one, other) for one, other in combinations(claims, 2)):
         raise claimed_twice(path, claims)
     for claim in claims:
@@ -135,7 +143,7 @@ def _match(
         component=component,
         family=family,
         variant=variant.name if variant is not None else None,
-        layout=claim.layout if family.key_map.rules else None,
+        layout=claim.layout if family.key_map.rules or claim.layout in family.namings else None,
         prefix=claim.prefix,
         bundles=MappingProxyType(
             {

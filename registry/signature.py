@@ -32,23 +32,39 @@ class Signature:
         native: names, or their beginnings, that a file in native names has all of.
         model: for each of these the names, or beginnings, of which a file in the model's names has at least one; ""
             stands for any name.
+        namings: for each naming of ``namings:`` the beginnings of its names.
     """
 
     prefixes: tuple[str, ...]
     native: tuple[str, ...]
     model: tuple[Alternatives, ...]
+    namings: tuple[Alternatives, ...] = ()
 
     def allows(self, names: Names) -> bool:
         """Whether the family may claim these names, which have their prefix off."""
-        return all(map(names.is_there, self.native)) or all(
-            any(not name or names.is_there(name) for name in alternatives) for alternatives in self.model
+        return (
+            all(map(names.is_there, self.native))
+            or all(any(not name or names.is_there(name) for name in alternatives) for alternatives in self.model)
+            or any(any(map(names.is_there, beginnings)) for beginnings in self.namings)
         )
 
 
 def signature_of(family: Family) -> Signature:
     """The signature of a family."""
     model = tuple(tuple(dict.fromkeys(_in_the_model(name, family.key_map))) for name in family.identify.has)
-    return Signature(family.prefixes, family.identify.has, model)
+    namings = tuple(tuple(dict.fromkeys(_beginnings(key_map))) for key_map in family.naming_maps.values())
+    return Signature(family.prefixes, family.identify.has, model, namings)
+
+
+def _beginnings(key_map: KeyMap) -> Iterator[str]:
+    """The first segments of the file's places, whatever words they may be."""
+    for rule in key_map.rules:
+        for place in rule.files:
+            first = place.segments[0]
+            if isinstance(first, LiteralSegment):
+                yield first.text
+            elif isinstance(first, SpellingHole | WordHole):
+                yield from first.words
 
 
 def _in_the_model(name: str, key_map: KeyMap) -> Iterator[str]:

@@ -145,7 +145,7 @@ keys:
   swapped: swap_halves(cap_embedder.1)
   flattened: flat(x_pad_token)
   convolution: conv1x1(all_final_layer.2-1.linear)
-  interleaved: interleave(layers.0.attention.to_out.0, 4)
+  interleaved: interleave(layers.0.attention.to_out.0, 8)
   "fused.to_apart.{i}": swap_halves(layers.{i}.attention.to_q) + layers.{i}.attention.to_k + layers.{i}.attention.to_v
   "apart.{i}.first + apart.{i}.second": layers.{i}.feed_forward.w1
 precision: {fp16: safe, fp8: {storage: supported, compute: supported}}

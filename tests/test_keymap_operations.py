@@ -15,7 +15,8 @@ FOLLOWS, COPIED, SPLIT, JOIN, SWAP, FOLDED = SideLaw
 @pytest.mark.parametrize("operation", NATIVE)
 def test_shape_is_that_of_the_values(operation: str | None, shape: tuple[int, ...]) -> None:
     if native_shape(operation, shape) is None:
-        assert (operation, len(shape)) in {("one_frame", 2), ("transpose", 4), ("conv1x1", 4)}
+        odd = "/8" in str(operation) and shape[0] % 8
+        assert odd or (operation, len(shape)) in {("one_frame", 2), ("transpose", 4), ("conv1x1", 4)}
         return
     assert native_shape(operation, shape) == tuple(NATIVE[operation](torch.empty(shape)).shape)  # type: ignore[arg-type]
 

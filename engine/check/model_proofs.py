@@ -22,14 +22,15 @@ from slipcast.registry.errors import (
     SlipcastError,
 )
 from slipcast.registry.expression import evaluate_config
-from slipcast.registry.family import Family
+from slipcast.registry.family import NATIVE_NAMES, Family
 from slipcast.registry.identify import Match
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.keymap.link import Link
-from slipcast.registry.keymap.lint import lint
+from slipcast.registry.keymap.lint import lint_all
 from slipcast.registry.keymap.matching import RuleTree
 from slipcast.registry.keymap.operations import accepts, joined_shape, native_shape
 from slipcast.registry.keymap.place import ArithmeticHole, LastHole, Place, parse_place
+from slipcast.registry.keymap.rules import Rule
 from slipcast.registry.runtime import Sampling
 from slipcast.registry.strict_yaml import Where
 
@@ -39,7 +40,8 @@ _BOOKKEEPING = frozenset({"architectures", "dtype", "torch_dtype", "transformers
 
 def prove_lint(subject: Subject) -> Outcome:
     """The key map has no fault that shows without a model."""
-    findings = lint(subject.family.key_map)
+    family = subject.family
+    findings = lint_all(family.key_map, family.naming_maps)
     if findings:
         raise subject.refuted(
             findings[0].message,
@@ -48,7 +50,8 @@ def prove_lint(subject: Subject) -> Outcome:
             where=findings[0].where,
             items=[f"{subject.at(finding.where)}: {finding.message}" for finding in findings[1:]],
         )
-    return proved(f"{len(subject.family.key_map.rules)} rules, each at odds with none")
+    rules = len(family.key_map.rules) + sum(len(other.rules) for other in family.naming_maps.values())
+    return proved(f"{rules} rules, each at odds with none")
 
 
 def prove_class(subject: Subject) -> Outcome:
@@ -155,7 +158,7 @@ def prove_way_back(subject: Subject) -> Outcome:
     for case in subject.cases:
         if case.match is not None and case.built is not None:
             _prove_way_back(subject, case, case.match, case.built)
-            done["other" if case.match.layout == "diffusers" else "native"] += 1
+            done["native" if case.match.layout in (None, NATIVE_NAMES) else "other"] += 1
     if done["native"]:
         return proved(f"{done['native']} native examples come back with their names, and show the same configuration")
     if done["other"]:
@@ -298,10 +301,27 @@ def _hits(text: str, paths: Collection[str], *, exactly: bool = False) -> bool:
 
 def prove_rules(subject: Subject) -> Outcome:
     """Every rule of the key map acts on some model."""
-    rules = subject.family.key_map.rules
     if not subject.built:
         return skipped(why_nothing_built(subject))
-    tree = RuleTree(rules)
+    family = subject.family
+    idle: list[tuple[Where, Rule]] = []
+    for section, key_map in (((), family.key_map), *((("namings", name), x) for name, x in family.naming_maps.items())):
+        idle += [((*section, *rule.where), rule) for rule in _idle_rules(subject, key_map, section)]
+    if idle:
+        raise subject.refuted(
+            f"'{idle[0][1]}' acts on no tensor of any example, nor of the small model",
+            expected="rules that are used",
+            hint="correct the place in the model, remove the rule, or add the example that needs it",
+            where=idle[0][0],
+            items=[f"{subject.at(where)}: {rule}" for where, rule in idle[1:]],
+        )
+    rules = len(family.key_map.rules) + sum(len(other.rules) for other in family.naming_maps.values())
+    return proved(f"{rules} rules, each of them used")
+
+
+def _idle_rules(subject: Subject, key_map: KeyMap, section: Where) -> list[Rule]:
+    """The rules of a key map, which stands in a section of the file, that act on no model."""
+    tree = RuleTree(key_map.rules)
     used = {
         match.term[0]
         for built in subject.built
@@ -310,18 +330,8 @@ def prove_rules(subject: Subject) -> Outcome:
     }
     # Rules of the family that it extends are proved there, and need not all act on a relative.
     own = subject.documents[0].lines
-    idle = [
-        rule for number, rule in enumerate(rules) if number not in used and not rule.scope and rule.where[:2] in own
-    ]
-    if idle:
-        raise subject.refuted(
-            f"'{idle[0]}' acts on no tensor of any example, nor of the small model",
-            expected="rules that are used",
-            hint="correct the place in the model, remove the rule, or add the example that needs it",
-            where=idle[0].where,
-            items=[f"{subject.at(rule.where)}: {rule}" for rule in idle[1:]],
-        )
-    return proved(f"{len(rules)} rules, each of them used")
+    unused = [rule for number, rule in enumerate(key_map.rules) if number not in used and not rule.scope]
+    return [rule for rule in unused if (*section, *rule.where)[: len(section) + 2] in own]
 
 
 def joined_or_only(shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:

@@ -13,6 +13,7 @@ from slipcast.engine.check.proof import Outcome, proved, skipped
 from slipcast.engine.check.small_model import (
     SmallFiles,
     Tensors,
+    match_of,
     model_prefix,
     unique_values,
     write_files,
@@ -20,6 +21,7 @@ from slipcast.engine.check.small_model import (
 from slipcast.engine.check.subject import Built, Subject, build
 from slipcast.engine.convert import convert
 from slipcast.registry.errors import CheckError, SlipcastError
+from slipcast.registry.family import MODEL_NAMES
 from slipcast.registry.header import Shape
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.keymap.place import parse_place
@@ -46,8 +48,43 @@ def prove_values(subject: Subject) -> Outcome:
             where=subject.entry_of(wrong[0].removeprefix(model_prefix(subject.family))),
             items=wrong,
         )
+    for layout in subject.family.namings:
+        _prove_naming(subject, files, layout)
     elements = sum(tensor.numel() for tensor in files.tensors.values())
-    return proved(f"{elements:,} elements of the small model, each back where it was")
+    namings = "".join(f", also from the names {layout}" for layout in subject.family.namings)
+    return proved(f"{elements:,} elements of the small model, each back where it was{namings}")
+
+
+def _prove_naming(subject: Subject, files: SmallFiles, layout: str) -> None:
+    """The small model comes back from other names too, and is recognised in them."""
+    family, where = subject.family, ("namings", layout)
+    folder = subject.scratch / "values"
+    named, back = folder / f"{layout}.safetensors", folder / f"{layout}-back.safetensors"
+    try:
+        convert(files.match, named, layout, prefix=model_prefix(family))
+        match = match_of(family, named)
+        if match.layout != layout:
+            raise subject.refuted(
+                f"the small model in the names {layout} is taken for one in {match.layout} names",
+                expected="names that tell the naming",
+                hint="correct the entries under keys",
+                where=where,
+            )
+        convert(match, back, MODEL_NAMES, prefix=model_prefix(family))
+    except CheckError:
+        raise
+    except SlipcastError as problem:
+        raise refuted_by(subject, f"the small model in the names {layout}", problem, where) from problem
+    different = [key for key, value in files.match.config.items() if match.config.get(key) != value]
+    wrong = differing(load_file(back), load_file(files.in_model_names)) or different
+    if wrong:
+        raise subject.refuted(
+            f"{len(wrong)} tensors or arguments do not come back from the names {layout} as they were",
+            expected="every element where it was, and the same configuration",
+            hint="correct the entries of these tensors",
+            where=where,
+            items=wrong,
+        )
 
 
 def _prove_inferred(subject: Subject, files: SmallFiles) -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from slipcast.registry.errors import KeyMapError
 from slipcast.registry.header import Shape
 from slipcast.registry.keymap.expansion import expand
+from slipcast.registry.keymap.inverse import inverted
 from slipcast.registry.keymap.link import Link
 from slipcast.registry.keymap.matching import RuleTree
 from slipcast.registry.keymap.operations import joined_shape, native_shape, shared_shapes
@@ -64,6 +65,11 @@ class KeyMap:
     def _tree(self) -> RuleTree:
         return RuleTree(self.rules)
 
+    @cached_property
+    def _from_file(self) -> tuple[tuple[Rule, ...], RuleTree]:
+        rules = inverted(self.rules)
+        return rules, RuleTree(rules)
+
     def links(self, model_names: Iterable[str], file_names: Collection[str] | None = None) -> tuple[Link, ...]:
         """Expand the rules into exact links, one for each tensor of the model or for each sum of them.
 
@@ -109,6 +115,26 @@ class KeyMap:
             natives = _native_shapes(link, shapes)
             if natives is not None:
                 view.update(zip(link.files, natives, strict=True))
+        return view
+
+    def model_view(self, shapes: Mapping[str, Shape]) -> dict[str, Shape] | None:
+        """Read a header in the file's names into the model's; None where no rule takes any of its names.
+
+        Args:
+            shapes: logical shapes by name, in the file's names.
+
+        Raises:
+            KeyMapError: a rule that can't be read from this side.
+        """
+        rules, tree = self._from_file
+        if not tree.touches(shapes):
+            return None
+        view: dict[str, Shape] = {}
+        for link in expand(rules, tree, shapes, None).links:
+            (term,), (model,) = link.terms, link.files
+            shape = native_shape(term.operation, shapes[term.model])
+            if shape is not None:
+                view[model] = shape
         return view
 
     def drop_reason(self, native_name: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -50,6 +50,16 @@ def lint(key_map: KeyMap) -> tuple[Finding, ...]:
         *_sums_without_inverse(rules),
         *_hidden(key_map),
     )
+
+
+def lint_all(key_map: KeyMap, naming_maps: Mapping[str, KeyMap]) -> tuple[Finding, ...]:
+    """The faults of a family's key map, and of those of its other names."""
+    others = (
+        Finding(finding.message, ("namings", name, *finding.where))
+        for name, other in naming_maps.items()
+        for finding in lint(other)
+    )
+    return (*lint(key_map), *others)
 
 
 def _targets(rules: Sequence[Rule]) -> list[tuple[Rule, Place]]:

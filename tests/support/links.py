@@ -25,6 +25,8 @@ NATIVE: Mapping[Operation | None, Callable[[torch.Tensor], torch.Tensor]] = {
     "reshape": lambda tensor: tensor,
     "interleave/4": lambda tensor: torch.cat([group[[0, 2, 1, 3]] for group in tensor.split(4)]),
     "deinterleave/4": lambda tensor: torch.cat([group[[0, 2, 1, 3]] for group in tensor.split(4)]),
+    "interleave/8": lambda tensor: torch.cat([group[[0, 4, 1, 5, 2, 6, 3, 7]] for group in tensor.split(8)]),
+    "deinterleave/8": lambda tensor: torch.cat([group[[0, 2, 4, 6, 1, 3, 5, 7]] for group in tensor.split(8)]),
     "plus_one": lambda tensor: tensor + 1,
     "minus_one": lambda tensor: tensor - 1,
     "conv1x1": lambda tensor: tensor[:, :, None, None] if tensor.ndim == 2 else tensor,
@@ -40,8 +42,9 @@ def _to_model(operation: Operation | None, native: torch.Tensor, shape: torch.Si
         return native.T if native.ndim == 2 else native
     if operation in ("plus_one", "minus_one"):
         return native - 1 if operation == "plus_one" else native + 1
-    if operation in ("interleave/4", "deinterleave/4"):  # of four rows each is the other
-        return NATIVE[operation](native)
+    if operation is not None and "interleave" in operation:
+        other = operation.removeprefix("de") if operation.startswith("de") else f"de{operation}"
+        return NATIVE[other](native)
     return native.reshape(shape)
 
 
