@@ -44,6 +44,7 @@ class _Work:
 
     Attributes:
         tensors: stored name -> tensor, as they fill.
+        not_numbers: weights of which codes that were read mean NaN or infinity.
     """
 
     def __init__(
@@ -58,15 +59,17 @@ class _Work:
         self.device = torch.device(plan.device)
         self.tensors: dict[str, torch.Tensor] = {}
         self._progress, self._cancelled = progress, cancelled
+        self.not_numbers: set[str] = set()
         self._local = threading.local()
         self._streams: list[torch.cuda.Stream] = []
         self._scaled: set[str] = set()
         self._read = 0
 
-    def weight(self, piece: Piece) -> FileWeight:
-        """The weight of the file that a piece is cut from."""
+    def weight(self, target: Target, piece: Piece) -> FileWeight:
+        """The weight of the file that a target's piece is cut from. Codes that stay in the mapped file are not read."""
         codec = None if piece.codec is None else codec_named(piece.codec)
-        return FileWeight(self.bundles[piece.source], codec, piece.shape, self.reader, self.device)
+        spotted = None if target.mapped else self.not_numbers
+        return FileWeight(self.bundles[piece.source], codec, piece.shape, self.reader, self.device, spotted)
 
     def stored(self, target: Target, index: int) -> torch.Tensor:
         """A tensor of the result, allocated when its first values come."""
@@ -138,7 +141,7 @@ def execute(
     *,
     progress: Progress | None = None,
     cancelled: Callable[[], bool] | None = None,
-) -> nn.Module:
+) -> tuple[nn.Module, tuple[str, ...]]:
     """Load what a plan describes.
 
     Args:
@@ -148,12 +151,13 @@ def execute(
         cancelled: asked after each chunk.
 
     Returns:
-        The model in eval mode, on the plan's device, no tensor of it left on the meta device.
+        The model in eval mode, on the plan's device, no tensor of it left on the meta device; and what a user should
+        know of the values that were read, as sentences.
 
     Raises:
         LoadCancelled: ``cancelled`` said so.
         HeaderError: the file changed under the load.
-        QuantisationError: values that can't be quantised.
+        QuantisationError: values that can't be quantised, scales that can't be.
     """
     mapped = plan.settings["mmap"].engaged == "true"
     reader = open_reader(header, mmap=mapped, pinned=torch.device(plan.device).type == "cuda")
@@ -164,7 +168,7 @@ def execute(
                 for piece, rows in read:
                     work.report(piece, rows)
         work.join_streams()
-        return _assemble_model(plan, work.tensors, work.device)
+        return _assemble_model(plan, work.tensors, work.device), tuple(_notes(work))
     finally:
         work.close()
 
@@ -172,6 +176,11 @@ def execute(
 def _run(work: _Work, job: _Job) -> _Read:
     with work.on_own_stream():
         return job()
+
+
+def _notes(work: _Work) -> Iterator[str]:
+    for name in sorted(work.not_numbers):
+        yield f"{name} holds codes that mean NaN or infinity: the file is damaged, and so are the model's outputs"
 
 
 def _jobs(work: _Work) -> Iterator[_Job]:
@@ -199,7 +208,7 @@ def _in_file_order(work: _Work) -> list[Target]:
 def _fill(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
     """Bring one chunk of the file into the tensor that a target is stored in, or quantise it; says what was read."""
     dtype = torch.float32 if target.how == "encode" else getattr(torch, target.stored[0].dtype)
-    values = work.weight(piece).values(*chunk.rows, dtype)
+    values = work.weight(target, piece).values(*chunk.rows, dtype)
     rows = slice(*chunk.target_rows)
     values = undone(values, piece.operation)
     values = values.reshape((rows.stop - rows.start, *target.shape[1:]) if target.shape else ())
@@ -247,7 +256,7 @@ def _keep_jobs(work: _Work, target: Target) -> Iterator[_Job]:
 
 def _keep_sorted(work: _Work, target: Target, pieces: Sequence[Piece]) -> _Read:
     """Put several ranges of rows of one weight one after another, or all of its rows in another order."""
-    parts = work.weight(pieces[0]).selected([piece_rows(piece) for piece in pieces], pieces[0].operation)
+    parts = work.weight(target, pieces[0]).selected([piece_rows(piece) for piece in pieces], pieces[0].operation)
     for index, part in enumerate(parts.values()):
         work.stored(target, index).copy_(part)
     return [(piece, piece_rows(piece)) for piece in pieces]
@@ -256,7 +265,7 @@ def _keep_sorted(work: _Work, target: Target, pieces: Sequence[Piece]) -> _Read:
 def _keep_rows(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
     """Put the parts of some rows where the target keeps them; each row of a joined weight gets its part's one scale."""
     first, last = chunk.target_rows
-    for index, (name, part) in enumerate(work.weight(piece).parts(*chunk.rows).items()):
+    for index, (name, part) in enumerate(work.weight(target, piece).parts(*chunk.rows).items()):
         if target.mapped and name == CODES:
             work.tensors[target.stored[index].name] = with_own_storage(part).view(target.stored[index].shape)
             continue

@@ -57,6 +57,9 @@ class Reader(Protocol):
         The result is valid until the thread's next call; only a mapped reader's views live longer.
         """
 
+    def path_of(self, tensor: TensorInfo) -> Path:
+        """The file that holds a tensor."""
+
     def close(self) -> None:
         """Let go of the files."""
 
@@ -124,6 +127,10 @@ class MappedReader:
         raw = self._file(tensor.file)[first:last]
         return (raw if first % dtype.itemsize == 0 else raw.clone()).view(dtype)
 
+    def path_of(self, tensor: TensorInfo) -> Path:
+        """See ``Reader``."""
+        return self._header.files[tensor.file]
+
     def close(self) -> None:
         """Let go of the mappings; views that are in use keep theirs."""
         self._files.clear()
@@ -164,6 +171,10 @@ class BufferedReader:
                 raise _changed(self._header.files[tensor.file], f"it ends inside {tensor.name}")
             read += step
         return buffer.view(dtype)
+
+    def path_of(self, tensor: TensorInfo) -> Path:
+        """See ``Reader``."""
+        return self._header.files[tensor.file]
 
     def close(self) -> None:
         """Close the files and let go of the buffers."""

@@ -27,6 +27,7 @@ class Report:
         device_peak: measured peak of device memory above the start of the load, or None on the CPU.
         seconds: duration of the load, after imports.
         differences: where the outcome is not what was planned, as sentences; empty in a load that kept its word.
+        notes: what a user should know of the values that were read, as sentences; the plan has notes of its own.
     """
 
     plan: Plan
@@ -35,6 +36,7 @@ class Report:
     device_peak: int | None
     seconds: float
     differences: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The contract of ``slipcast load --json``: the plan's, and the outcome."""
@@ -44,6 +46,7 @@ class Report:
             "peaks": {"host_anonymous": self.host_peak_anonymous, "device": self.device_peak},
             "seconds": self.seconds,
             "differences": list(self.differences),
+            "notes": [*self.plan.notes, *self.notes],
         }
 
     def summary(self) -> str:
@@ -89,8 +92,8 @@ class Loaded:
         return f"<Loaded {type(self.model).__name__}: {plan.origin.family}, {precisions}, {size}>"
 
 
-def make_report(plan: Plan, model: nn.Module, peaks: Peaks) -> Report:
-    """Count the model and compare it with its plan."""
+def make_report(plan: Plan, model: nn.Module, peaks: Peaks, notes: tuple[str, ...] = ()) -> Report:
+    """Count the model and compare it with its plan; ``notes`` is what was seen while it was loaded."""
     resident = count_bytes(model)
     return Report(
         plan=plan,
@@ -99,6 +102,7 @@ def make_report(plan: Plan, model: nn.Module, peaks: Peaks) -> Report:
         device_peak=peaks.device,
         seconds=peaks.seconds,
         differences=tuple(_differences(plan, model, resident)),
+        notes=notes,
     )
 
 

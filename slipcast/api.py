@@ -105,9 +105,11 @@ def load(
     plan = made
     device, _ = resolve_device(plan.request.device)
     with Peaks(device) as peaks:
-        model = execute(plan, identified.main.header, progress=progress, cancelled=cancelled)
-    report = make_report(plan, model, peaks)
+        model, notes = execute(plan, identified.main.header, progress=progress, cancelled=cancelled)
+    report = make_report(plan, model, peaks, notes)
     logger.info("%s", report.summary())
+    for note in notes:
+        logger.warning("%s", note)
     return Loaded(model, report)
 
 

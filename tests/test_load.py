@@ -322,7 +322,7 @@ def _truncated_after_its_header_was_read(
         else:
             with path.open("r+b") as file:
                 file.truncate(keep)
-        return execute(plan, header, **options)
+        return execute(plan, header, **options)[0]
 
     monkeypatch.setattr(loader, "execute", late)
     return path

@@ -176,4 +176,4 @@ def _load(subject: Subject, files: SmallFiles, fp8: str, *, dtype: str = "float3
     call = {"device": "cpu", "dtype": dtype, "fp8": fp8}
     nowhere = subject.scratch
     settings = resolve_settings(call, environ={}, cwd=nowhere, user_folder=nowhere).values
-    return execute(make_plan(files.match, settings), files.match.header)
+    return execute(make_plan(files.match, settings), files.match.header)[0]

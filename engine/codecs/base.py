@@ -24,6 +24,9 @@ SCALE = "scale"
 Parts = Mapping[str, Tensor]
 Shape = tuple[int, ...]
 
+LARGEST_SCALE = 2.0**116
+"""Under a larger scale a weight's values may be infinite in float32: no format's largest code is beyond 2**12."""
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -132,6 +135,18 @@ class Codec(ABC):
         """
         raise NotImplementedError(self.name)
 
+    def odd_scales(self, name: str, part: Tensor, shape: Shape) -> int:  # noqa: ARG002 - for those that pad scales
+        """How many scales in a part can't be: not finite, negative, or so large that values are infinite.
+
+        Zero can be: it is the scale of zeros. Padding does not count, nobody reads it.
+
+        Args:
+            name: of the part; not the codes.
+            part: its tensor, for the rows of a weight.
+            shape: the logical shape of these rows.
+        """
+        return count_odd(part)
+
     def tile_rows(self, shape: Shape) -> int:  # noqa: ARG002 - most formats are cut anywhere
         """Parts can be cut between rows that are a multiple of this many, each part at the same rows.
 
@@ -182,6 +197,14 @@ class Codec(ABC):
             return {name: part.empty("meta") for name, part in parts.items()}
         with torch.no_grad():
             return self._encode(weight.detach())
+
+
+def count_odd(scale: Tensor) -> int:
+    """Number of scales, in a float dtype of at least 16 bits, that can't be (see ``Codec.odd_scales``)."""
+    least, most = scale.aminmax()  # NaN if one is
+    if bool(least >= 0) and bool(most < LARGEST_SCALE):
+        return 0
+    return int((~((scale >= 0) & (scale < LARGEST_SCALE))).sum())
 
 
 def is_plain_float(dtype: torch.dtype) -> bool:

@@ -21,6 +21,8 @@ from slipcast.engine.codecs.swizzle import TILE_ROWS, round_up, swizzle, swizzle
 _BLOCK = 32
 _BIAS = 127
 _LARGEST = 448.0
+_LARGEST_EXPONENT = _BIAS + 115
+"""Of a scale below ``LARGEST_SCALE``. The largest byte, 255, means NaN."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,12 @@ class MXFP8(Codec):
         exponents = unswizzle(parts[SCALE], shape[0], _padded(shape)[1] // _BLOCK)
         scale = (exponents.to(torch.int32) << 23).view(torch.float32)
         return multiplied(codes, scale.view(-1, 1), dtype).view(shape[0], -1)[:, : shape[1]]
+
+    def odd_scales(self, name: str, part: Tensor, shape: Shape) -> int:  # noqa: ARG002
+        """Bytes that mean NaN or too large a power."""
+        if int(part.amax()) <= _LARGEST_EXPONENT:
+            return 0
+        return int((unswizzle(part, shape[0], _padded(shape)[1] // _BLOCK) > _LARGEST_EXPONENT).sum())
 
     def select_rows(self, parts: Parts, rows: Tensor) -> dict[str, Tensor]:
         """Rows of the codes and of the scales' grid, padded and swizzled anew."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from slipcast.engine.codecs.base import CODES, SCALE, Codec, Part, Parts, Shape
+from slipcast.engine.codecs.base import CODES, SCALE, Codec, Part, Parts, Shape, count_odd
 from slipcast.engine.codecs.chunks import row_amax, row_chunks, scale_for, scratch_for
 from slipcast.engine.codecs.constants import kept
 from slipcast.engine.codecs.swizzle import TILE_ROWS, round_up, swizzle, swizzled_shape, unswizzle
@@ -26,6 +26,8 @@ _BLOCK = 16
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST = 6.0
 _LARGEST_SCALE = 448.0
+_NAN = 0x7F
+"""The byte of a scale that is NaN. Larger bytes have the sign bit."""
 
 # The largest float32 that is rounded down to each magnitude but the last: the middle to the next one where the code's
 # last bit is 0, else the float32 before it, since a tie goes to the code whose last bit is 0.
@@ -87,6 +89,12 @@ class NVFP4(Codec):
         values = embedding(codes.to(torch.int32), _pairs(self.layout, codes.device))
         blocks = values.view(-1, _BLOCK).mul_(scale.view(-1, 1)).to(dtype)
         return blocks.view(shape[0], -1)[:, : shape[1]]
+
+    def odd_scales(self, name: str, part: Tensor, shape: Shape) -> int:
+        """Of the blocks' scales only bytes that have the sign bit, or mean NaN, are worth a closer look."""
+        if name != SCALE:
+            return count_odd(part)
+        return 0 if int(part.view(torch.uint8).amax()) < _NAN else count_odd(self._grid(part, shape).to(torch.float32))
 
     def select_rows(self, parts: Parts, rows: Tensor) -> dict[str, Tensor]:
         """Rows of the codes and of the scales' grid, padded and swizzled anew."""

@@ -54,7 +54,7 @@ def write_report(report: Report) -> None:
         [
             ("from", _origin(plan)),
             ("modules", _precisions(plan)),
-            ("notes", plan.notes),
+            ("notes", (*plan.notes, *report.notes)),
             ("seconds", f"{report.seconds:.2f}"),
         ]
     )

@@ -12,7 +12,7 @@ from safetensors import safe_open
 import slipcast
 from slipcast.engine.convert import Converted, convert
 from slipcast.engine.wanted import Wanted
-from slipcast.registry.catalogue import load_catalogue
+from slipcast.registry.catalogue import Catalogue, load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match, identify
@@ -24,7 +24,7 @@ _WANTED = ("format", "spelling", "scale", "remainder")
 
 def match_of(path: Path, catalogue: Mapping[str, Family] | None = None) -> Match:
     """The model that a path holds."""
-    return identify(read_checkpoint(path), catalogue or load_catalogue())[0]
+    return identify(read_checkpoint(path), Catalogue(catalogue) if catalogue else load_catalogue())[0]
 
 
 def converted(
