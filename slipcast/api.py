@@ -29,7 +29,8 @@ def inspect(path: str | Path, **settings: Any) -> Inspection:
     """Say what a checkpoint is. Imports no torch and reads no weight.
 
     Args:
-        path: a .safetensors file, an index of shards, a component's folder or a pipeline's folder.
+        path: a .safetensors or .gguf file, an index of shards, a component's folder, a pipeline's folder, or a folder
+            with one model in it.
         settings: those of configs/defaults.yaml; here ``families``, ``family``,
             ``component`` and ``header_limit_mib`` matter.
 
