@@ -166,3 +166,8 @@ def test_verbose_logs_one_line_to_standard_error(model):
     assert "z-image (base): storage fp8, compute bfloat16" in line
     assert logging.getLogger("slipcast").handlers == []
     assert run("load", model, *OPTIONS).stderr == ""
+
+
+def test_only_the_help_of_plan_offers_a_card_that_is_not_there():
+    assert "cuda:8.6" not in output_of("load", "--help")
+    assert "not there" in " ".join(output_of("plan", "--help").split())
