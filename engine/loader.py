@@ -83,6 +83,7 @@ class _Work:
         """A float32 buffer of at least so many elements, reused; each thread has its own."""
         found: torch.Tensor | None = getattr(self._local, "scratch", None)
         if found is None or found.numel() < elements:
+            found = self._local.scratch = None  # the old one goes before the new one comes
             found = self._local.scratch = torch.empty(elements, dtype=torch.float32, device=self.device)
         return found
 

@@ -187,6 +187,7 @@ class BufferedReader:
         """The first bytes of this thread's buffer."""
         found: torch.Tensor | None = getattr(self._local, "buffer", None)
         if found is None or found.numel() < count:
+            found = self._local.buffer = None  # the old one goes before the new one comes
             found = self._local.buffer = torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
         return found[:count]
 

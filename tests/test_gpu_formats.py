@@ -37,7 +37,9 @@ def test_a_gpu_holds_what_the_cpu_holds(tmp_path: Path, name: str, config: str, 
         assert _peak(there) <= there.report.plan.bytes.device_peak + _SLACK
         state = there.model.state_dict()
         assert {tensor.device.type for tensor in state.values()} == {"cuda"}
-        assert [key for key, tensor in here.model.state_dict().items() if not _same_bits(state[key], tensor)] == []
+        rotated = "rotated" in name  # sums of many products, which a GPU adds in another order
+        held = here.model.state_dict()
+        assert [key for key, tensor in held.items() if not _is_same(state[key], tensor, rotated)] == []
         for path_, module in there.model.named_modules():
             if isinstance(module, QuantisedModule):
                 other: QuantisedModule = here.model.get_submodule(path_)  # type: ignore[assignment]
@@ -53,13 +55,17 @@ def _peak(loaded: slipcast.Loaded) -> int:
     return loaded.report.device_peak or 0
 
 
-def _same_bits(there: torch.Tensor, here: torch.Tensor) -> bool:
+def _is_same(there: torch.Tensor, here: torch.Tensor, rotated: bool) -> bool:
     there, here = there.detach().cpu(), here.detach()
     if (there.dtype, there.shape) != (here.dtype, here.shape):
         return False
     if here.dtype.itemsize == 1:
         return torch.equal(there.view(torch.uint8), here.view(torch.uint8))
-    return is_close(there.float(), here.float()) if here.dtype == torch.float32 else torch.equal(there, here)
+    if here.dtype == torch.float32:
+        return is_close(there, here)
+    if rotated:
+        return float((there.float() - here.float()).norm()) <= 2**-9 * float(here.float().norm())
+    return torch.equal(there, here)
 
 
 def _check_forward(model: torch.nn.Module, config: Mapping[str, Any]) -> None:
