@@ -175,6 +175,7 @@ def test_the_loss_on_a_trained_checkpoint(tmp_path: Path, name: str) -> None:
     quantised = [key for key, tensor in exact.items() if not torch.equal(state[key], tensor)]
     assert len(quantised) == (49 if name in ("mxfp8", "nvfp4") else 50)
     errors = {key: relative_l2(state[key], exact[key]) for key in quantised}
+    print(f"{name}: {len(errors)} weights, largest relative L2 {max(errors.values()):.4f}, allowed {BOUNDS[name]}")
     assert max(errors.values()) <= BOUNDS[name], max(errors, key=lambda key: errors[key])
 
 
@@ -193,11 +194,13 @@ def test_no_single_scale_loses_less(tmp_path: Path, format_: str) -> None:
             turned = (groups @ quantised_formats.hadamard(groups.shape[2])).reshape(weight.shape)
         else:
             turned = weight
+        lost = np.linalg.norm(weight - written) / np.linalg.norm(weight)
         largest = np.abs(turned).max()
         best = min(
             np.linalg.norm(turned - np.clip(np.round(turned / scale), -127, 127) * scale)
             for scale in largest / 127 * np.linspace(0.5, 1, 51)
         )
+        print(f"{format_}, one scale, {name}: {lost:.4f}, the best scale {best / np.linalg.norm(weight):.4f}")
         assert np.linalg.norm(weight - written) <= 1.01 * best
         assert np.linalg.norm(weight - written) <= 0.013 * np.linalg.norm(weight)
 

@@ -55,6 +55,21 @@ def test_dequantised(tmp_path: Path, name: str, config: str) -> None:
     assert loaded.report.plan.folded.keys() == set(file.values)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", CASES)
+def test_resident_bytes_are_predicted(tmp_path: Path, name: str, dtype: str) -> None:
+    """In each precision that can be asked for, to the byte."""
+    case = CASES[name]
+    path = draw_file(case, "uneven").write(tmp_path / "m.safetensors", marked=case.marked, extra=case.extra)
+    for mode in ("auto", "off", "storage", "compute"):
+        for remainder in ("keep", "quantise"):
+            settings = {"mode": mode, "remainder": remainder}
+            loaded = slipcast.load(path, device="cpu", dtype=dtype, fp8=settings)
+            _check_report(loaded)
+            resident = loaded.report.resident
+            print(f"{name}, {dtype}, {mode}, {remainder}: {loaded.report.plan.bytes.resident} predicted, {resident}")
+
+
 def _check_report(loaded: slipcast.Loaded) -> None:
     assert loaded.report.differences == ()
     assert loaded.report.plan.bytes.resident == loaded.report.resident == _held_bytes(loaded.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -45,12 +46,14 @@ def test_a_whole_header(tmp_path: Path, name: str) -> None:
     families = {example.header for family in load_catalogue().values() for example in family.examples}
     if name in families:
         plan = slipcast.plan(path, device="cpu", dtype="bfloat16")
+        fates = Counter(tensor.fate for tensor in plan.tensors)
+        print(f"{name}: {_counted(path)}; planned: {_listed(fates)}")
         assert sorted(tensor.name for tensor in plan.tensors) == sorted(record.tensors)
         assert {tensor.fate for tensor in plan.tensors} <= {"loaded", "folded", "side tensor", "dropped"}
-        unneeded = {tensor: reason for tensor, reason in plan.dropped.items() if _is_input_scale(tensor)}
-        assert all("no product" in reason for reason in unneeded.values())
-        named = {tensor.removeprefix(plan.origin.prefix) for tensor in plan.dropped.keys() - unneeded.keys()}
-        assert all(load_catalogue()[plan.origin.family].key_map.drop_reason(tensor) for tensor in named)
+        key_map = load_catalogue()[plan.origin.family].key_map
+        for tensor, reason in plan.dropped.items():
+            if not reason.startswith("no product of") and "is the same tensor as another" not in reason:
+                assert key_map.drop_reason(tensor.removeprefix(plan.origin.prefix)) == reason
         return
     with pytest.raises(IdentificationError) as caught:
         slipcast.plan(path, device="cpu")
@@ -58,10 +61,15 @@ def test_a_whole_header(tmp_path: Path, name: str) -> None:
     for form in QUANTISED[name]:
         assert f"{form} " in caught.value.found
     assert "slipcast explain" in caught.value.hint
+    print(f"{name}: {_counted(path)}; refused: {caught.value.found.partition(';')[0]}")
 
 
-def _is_input_scale(tensor: str) -> bool:
-    return tensor.endswith((".input_scale", ".scale_input"))
+def _counted(path: Path) -> str:
+    return _listed(slipcast.inspect(path).formats)
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in counts.items())
 
 
 def _narrow(name: str) -> Descriptions:
@@ -127,6 +135,8 @@ def test_random_values_in_each_precision(files: Mapping[str, Path], name: str, f
     assert codecs == (set() if fp8 == "off" else {KEPT[name]})
     weights = _weights(loaded, getattr(torch, dtype))
     assert weights.keys() == expected.keys()
+    worst = max(relative_l2(weights[key], tensor.reshape(weights[key].shape)) for key, tensor in expected.items())
+    print(f"{name}, fp8={fp8}, {dtype}: {len(expected)} tensors, largest relative L2 {worst:.1e}")
     for key, tensor in expected.items():
         if dtype == "float32":
             assert is_close(weights[key], tensor.reshape(weights[key].shape)), key

@@ -325,6 +325,7 @@ def test_mxfp8_is_comfy_kitchens(kitchen: ModuleType, shape: tuple[int, int]) ->
     assert np.array_equal(bytes_of(parts[CODES]), bytes_of(codes))
     assert np.array_equal(bytes_of(parts[SCALE]), bytes_of(scale))
     theirs = kitchen.dequantize_mxfp8(codes, scale, torch.float32)[: shape[0], : shape[1]]
+    print(f"mxfp8 {list(shape)}: relative L2 {relative_l2(MX.decode(parts, shape, torch.float32), theirs):.1e}")
     assert torch.equal(MX.decode(parts, shape, torch.float32), theirs)
 
 
@@ -337,7 +338,9 @@ def test_nvfp4_is_comfy_kitchens(kitchen: ModuleType, shape: tuple[int, int]) ->
     assert np.array_equal(bytes_of(parts[SCALE]), bytes_of(scale))
     assert np.array_equal(bytes_of(parts[CODES]), bytes_of(codes))
     theirs = kitchen.dequantize_nvfp4(codes, parts[SCALE_2], scale, torch.float32)[: shape[0], : shape[1]]
-    assert relative_l2(COMFY.decode(parts, shape, torch.float32), theirs) < 1e-6
+    difference = relative_l2(COMFY.decode(parts, shape, torch.float32), theirs)
+    print(f"nvfp4 {list(shape)}: relative L2 {difference:.1e}")
+    assert difference < 1e-6
 
 
 def test_ties_of_nvfp4_go_to_the_even_code(kitchen: ModuleType) -> None:
@@ -367,7 +370,9 @@ def test_int8_with_and_without_rotation_is_comfy_kitchens(kitchen: ModuleType, g
     assert (parts[CODES] != theirs).float().mean() < 0.01
     taken = {CODES: theirs, SCALE: scale[:, 0]}
     expected = kitchen.dequantize_int8_convrot_weight(theirs, scale, group)
-    assert relative_l2(codec.decode(taken, (48, 512), torch.float32), expected) < 1e-6
+    difference = relative_l2(codec.decode(taken, (48, 512), torch.float32), expected)
+    print(f"int8 rotated in groups of {group}: relative L2 {difference:.1e}")
+    assert difference < 1e-6
     theirs, scale = kitchen.quantize_int8_rowwise(weight)
     parts = Int8().encode(weight)
     assert torch.equal(parts[SCALE], scale[:, 0])

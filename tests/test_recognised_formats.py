@@ -25,9 +25,9 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     isolate(monkeypatch, tmp_path)
 
 
-def _recognised(path: Path) -> int:
+def _recognised(path: Path, **settings: str) -> int:
     """How many digits of 200 are recognised that a checkpoint draws from the noise of seed 0."""
-    loaded = slipcast.load(path)
+    loaded = slipcast.load(path, **settings)
     assert loaded.report.differences == ()
     digits = tuple(index % 10 for index in range(SAMPLES))
     dtype = slipcast.compute_dtype(loaded.model)
@@ -49,3 +49,10 @@ def test_digits_are_recognised(tmp_path: Path, unquantised: int, format_: str) -
     recognised = _recognised(tmp_path / "digits.safetensors")
     print(f"{format_}: {recognised} of {SAMPLES}, unquantised {unquantised}")
     assert recognised >= unquantised - FEWER.get(format_, 2)
+
+
+def test_digits_are_recognised_in_fp8_compute(unquantised: int) -> None:
+    """On a processor its numbers are emulated."""
+    recognised = _recognised(CHECKPOINT, fp8="compute")
+    print(f"fp8 compute: {recognised} of {SAMPLES}, unquantised {unquantised}")
+    assert recognised >= unquantised - 2
