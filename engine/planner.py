@@ -45,6 +45,12 @@ _LOADED_BY = {
 }
 
 
+_UNKNOWN = (
+    "the file is damaged, or in a format that is not known: get another copy, or a bf16 or fp8 version; what does not "
+    "fit follows"
+)
+
+
 def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ()) -> Plan:
     """Plan the load of one identified model. Reads no weight; the model is built on the meta device.
 
@@ -151,7 +157,7 @@ def refuse_formats(match: Match) -> None:
             "quantised weights in a format that is not supported yet: "
             + ", ".join(f"{name} ({count} weights)" for name, count in refused.items()),
             expected="weights in one of " + ", ".join(sorted(LOADABLE_FORMATS)),
-            hint=f"load it with {' or '.join(loaders)}" if loaders else "use a bf16 or fp8 version of the checkpoint",
+            hint=f"load it with {' or '.join(loaders)}" if loaders else _UNKNOWN,
             path=match.header.path,
             items=match.everything.problems,
         )

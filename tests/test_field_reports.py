@@ -15,14 +15,24 @@ from safetensors.torch import load_file, save_file
 import slipcast
 from slipcast.engine.fp8_compute import Float8ComputeLinear
 from slipcast.engine.layers import QuantisedModule
-from slipcast.registry.errors import AccountingError, QuantisationError
+from slipcast.registry.errors import AccountingError, QuantisationError, UnsupportedFormatError
 from support.conversions import converted
 from support.fp8_checkpoints import in_model_names
 from support.hinted_family import hinted_family
 from support.isolation import isolate
 from support.number_formats import relative_l2
 from support.quantised_cases import is_close
-from support.quantised_checkpoints import EVEN, FOLDED, QUANTISED, UNEVEN, fp8, nvfp4, quantised_file, small_tensors
+from support.quantised_checkpoints import (
+    EVEN,
+    FOLDED,
+    QUANTISED,
+    UNEVEN,
+    fp8,
+    int8,
+    nvfp4,
+    quantised_file,
+    small_tensors,
+)
 from support.tiny_z_image import Tensors, natively
 
 LAYER = "layers.0.feed_forward.w1"
@@ -283,6 +293,62 @@ def test_a_scale_left_over_is_an_error(
             attempt()
         assert "1 scales or markers that no weight consumes" in caught.value.found
         assert caught.value.items == (named,)
+
+
+@pytest.mark.parametrize(
+    ("format_", "leaf"),
+    [
+        ("fp8_scaled", "weight_scale_2"),
+        ("fp8_scaled", "weight_scale_inv"),
+        ("fp8_scaled", "weight_zero_point"),
+        ("fp8_scaled", "pre_quant_scale"),
+        ("nvfp4", "pre_quant_scale"),
+        ("nvfp4", "weight_global_scale"),
+        ("mxfp8", "weight_scale_2"),
+        ("int8", "weight_zeros"),
+    ],
+)
+def test_a_side_tensor_that_the_format_does_not_know_is_an_error(
+    tmp_path: Path, native: Tensors, format_: str, leaf: str
+) -> None:
+    """A zero point, a smoothing or a second scale that is passed over gives other weights."""
+    save_file(native, tmp_path / "plain.safetensors")
+    converted(tmp_path / "plain.safetensors", tmp_path / "m.safetensors", format=format_)
+    tensors = {**load_file(tmp_path / "m.safetensors"), f"{LAYER}.{leaf}": torch.ones(48)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    for attempt in (
+        lambda: slipcast.plan(tmp_path / "m.safetensors", device="cpu", unexpected=["*"]),
+        lambda: converted(tmp_path / "m.safetensors", tmp_path / "out.safetensors", format="bf16"),
+    ):
+        with pytest.raises(QuantisationError) as caught:
+            attempt()
+        assert caught.value.items == (f"{LAYER}.{leaf} F32 [48]",)
+    assert any(f"{LAYER}.{leaf}" in problem for problem in slipcast.inspect(tmp_path / "m.safetensors").problems)
+
+
+def test_descriptions_that_can_t_be_read_are_said_and_the_tensors_rule(tmp_path: Path) -> None:
+    """But not where that would be a guess: int8 may be rotated."""
+    broken = {"layers.0.attention.out.comfy_quant": torch.tensor([123, 34], dtype=torch.uint8)}
+    file = quantised_file(fp8("N1"))
+    loaded = _load(file.write(tmp_path / "m.safetensors", extra=broken))
+    assert any("comfy_quant can't be read" in note for note in loaded.report.plan.notes)
+    for key, expected in in_model_names(file.values).items():
+        assert is_close(_weight(loaded, key.removesuffix(".weight")), expected), key
+    path = quantised_file(int8()).write(tmp_path / "m.safetensors", extra=broken)
+    with pytest.raises(UnsupportedFormatError) as caught:
+        slipcast.plan(path, device="cpu")
+    assert any("can't be read: they may be rotated" in item for item in caught.value.items)
+
+
+def test_an_older_marker_of_int8_has_no_format(tmp_path: Path) -> None:
+    """It says how the columns are rotated, and nothing of what they are in."""
+    file = quantised_file(int8(group=256), block=16)
+    for marker in file.markers.values():
+        del marker["format"]
+        marker["per_row"] = True
+    loaded = _load(file.write(tmp_path / "m.safetensors", marked="tensors"))
+    for key, expected in in_model_names(file.values).items():
+        assert is_close(_weight(loaded, key.removesuffix(".weight")), expected), key
 
 
 def test_codes_left_over_are_an_error(tmp_path: Path, native: Tensors) -> None:
