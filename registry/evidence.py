@@ -18,7 +18,7 @@ class Criteria(Protocol):
         """Tensors, or the beginnings of names at a dot, that must be there."""
 
     @property
-    def hasnt(self) -> tuple[str, ...]:
+    def excluded(self) -> tuple[str, ...]:
         """The same, that must not be there."""
 
     @property
@@ -56,7 +56,7 @@ class Evidence:
 def weigh(criteria: Criteria, names: Names) -> Evidence:
     """Hold criteria against native names and logical shapes."""
     found = tuple(name for name in criteria.has if names.is_there(name))
-    present = tuple(name for name in criteria.hasnt if names.is_there(name))
+    present = tuple(name for name in criteria.excluded if names.is_there(name))
     missing = [name for name in criteria.has if name not in found] + [f"{name} should not be there" for name in present]
     held: list[str] = []
     for condition in criteria.where:
@@ -68,4 +68,6 @@ def weigh(criteria: Criteria, names: Names) -> Evidence:
             held.append(condition)
         else:
             missing.append(condition)
-    return Evidence(found, tuple(missing), tuple(name for name in criteria.hasnt if name not in present), tuple(held))
+    return Evidence(
+        found, tuple(missing), tuple(name for name in criteria.excluded if name not in present), tuple(held)
+    )

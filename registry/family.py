@@ -87,12 +87,25 @@ class Evidence(_Section):
     where: Several[Text] = ()
     """Conditions on shapes that must hold, for example `size(x_embedder.weight, 0) == 3840`."""
 
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """All names that must not be there."""
+        return self.hasnt
+
 
 class Identify(Evidence):
     """By what the family is recognised. No other family may claim a file that this one claims."""
 
     has: Several[Text] = Field(min_length=1)
     """Tensors, or beginnings of names up to a dot, that must be there; at least one a name that `keys` changes."""
+
+    relatives: Annotated[Mapping[str, Text], *_Frozen] = Field(default_factory=FrozenMapping)
+    """Names that must not be there, as they are those of a model that the class can't hold: its title."""
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """All names that must not be there."""
+        return (*self.hasnt, *self.relatives)
 
 
 class Variant(Evidence):

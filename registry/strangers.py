@@ -33,7 +33,7 @@ def unclaimed(path: Path, weights: Mapping[str, Bundle], answers: Sequence[Answe
     seen = [f"{len(weights)} weights", f"formats {formats or 'none'}"]
     if beginnings:
         seen.append("names begin with " + ", ".join(name for name, _ in beginnings.most_common(4)))
-    kind = kind_of_stranger(weights)
+    kind = kind_of_stranger(weights) or relative_among(answers)
     expected = "the evidence of one family"
     missing: tuple[str, ...] = ()
     if answers:
@@ -47,6 +47,17 @@ def unclaimed(path: Path, weights: Mapping[str, Bundle], answers: Sequence[Answe
         path=path,
         items=missing,
     )
+
+
+def relative_among(answers: Sequence[Answer]) -> str:
+    """A clause for a model that is known, and known to be none that any family's class can hold; or ""."""
+    for answer in answers:
+        identify = answer.family.identify
+        if len(answer.evidence.found) == len(identify.has):
+            for name, title in identify.relatives.items():
+                if answer.names.is_there(name):
+                    return f"it looks like {title}, which the class of {answer.family.id} can't hold, for it has {name}"
+    return ""
 
 
 def kind_of_stranger(names: Iterable[str]) -> str:

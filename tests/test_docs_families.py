@@ -15,7 +15,7 @@ from slipcast.registry.strangers import kind_of_stranger
 from support.recorded import recorded_names
 
 MEASURED = json.loads((Path(__file__).parent / "data" / "measured_sizes.json").read_text())["sizes"]
-REFUSED = {"wan2.1-fun-v1.1-14b-control--native"}
+REFUSED = {"wan2.1-fun-v1.1-14b-control--native": "Wan Fun Control"}
 """Of a known family, but of a kind that no class of diffusers builds."""
 
 
@@ -33,7 +33,9 @@ def test_every_recorded_header_is_somebodys(records: Records, name: str) -> None
         return
     with pytest.raises(IdentificationError) as caught:
         identified(records, name)
-    if name not in REFUSED:
+    if name in REFUSED:
+        assert f"it looks like {REFUSED[name]}, which the class of" in caught.value.found
+    else:
         assert "adapter" in kind_of_stranger(records.bundles(name).weights)
         assert "adapter" in caught.value.found
 

@@ -351,7 +351,7 @@ def test_names_answer_for_tensors_and_for_what_lies_below(tmp_path: Path) -> Non
 def test_conditions_on_shapes_count_as_evidence() -> None:
     class Criteria:
         has = ("a",)
-        hasnt = ("b",)
+        excluded = ("b",)
         where = ("size(a, 0) == 2", "size(a, 1) == 3", "size(gone, 0) == 1")
 
     evidence = weigh(Criteria(), Names({"a": (2, 4)}))
@@ -360,6 +360,24 @@ def test_conditions_on_shapes_count_as_evidence() -> None:
     assert evidence.absent == ("b",)
     assert not evidence.complete
     assert evidence.share == 0.5
+
+
+def test_a_relative_that_the_class_can_not_hold_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "families" / "own.yaml"
+    path.parent.mkdir()
+    path.write_text(
+        "schema: 1\nid: own\ntitle: Own\nkind: denoiser\nmodel: diffusers.ZImageTransformer2DModel\n"
+        "identify: {has: [own.weight], relatives: {camera: Own Camera}}\n"
+        "precision: {fp16: safe, fp8: {storage: supported, compute: supported}}\n"
+    )
+    catalogue = load_catalogue([path.parent])
+    tensors = {"own.weight": torch.zeros(2, 2)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    assert identify(read_checkpoint(tmp_path / "m.safetensors"), catalogue)[0].family.id == "own"
+    save_file({**tensors, "camera.weight": torch.zeros(2)}, tmp_path / "m.safetensors")
+    with pytest.raises(IdentificationError) as caught:
+        identify(read_checkpoint(tmp_path / "m.safetensors"), catalogue)
+    assert "(it looks like Own Camera, which the class of own can't hold, for it has camera)" in caught.value.found
 
 
 ENCODER = """

@@ -16,13 +16,14 @@ from slipcast.engine.check.records import Records, recorded_headers
 from slipcast.engine.plan import Plan
 from slipcast.engine.planner import make_plan
 from slipcast.registry.catalogue import load_catalogue
+from slipcast.registry.claims import ask
 from slipcast.registry.errors import HeaderError, IdentificationError
 from slipcast.registry.family import Family
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.header import Checkpoint
 from slipcast.registry.identify import Match, identify
 from slipcast.registry.settings import Settings, resolve_settings
-from slipcast.registry.strangers import kind_of_stranger
+from slipcast.registry.strangers import kind_of_stranger, relative_among
 
 _MIB = 2**20
 _NOBODY = "of no family"
@@ -40,7 +41,8 @@ def _rows(records: Records, name: str) -> Iterator[tuple[str, ...]]:
         matches = identified(records, name)
     except IdentificationError:
         weights = records.bundles(name).weights
-        kind = kind_of_stranger(weights).partition(",")[0].removeprefix("it looks like ")
+        kind = kind_of_stranger(weights) or relative_among(ask(weights, load_catalogue()))
+        kind = kind.partition(",")[0].removeprefix("it looks like ")
         yield f"`{name}`", f"none: {kind or _NOBODY}", "", "", "", ""
         return
     for match in matches:
