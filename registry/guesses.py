@@ -38,7 +38,7 @@ def without_guesses(
         says = described.get(name, {})
         doubt = ""
         if bundle.format == "int8":
-            doubt = _int8_doubt(says, rotated, unreadable)
+            doubt = _int8_doubt(says, rotated, unreadable, in_marked=name in marked)
         elif bundle.format == "mxfp8" and not ordered:
             doubt = (
                 "mxfp8 scales whose shape fits the swizzled and the linear order, of which nothing tells which it is"
@@ -49,7 +49,23 @@ def without_guesses(
             problems.append(f"{name}: {doubt}")
             bundle = replace(bundle, format="unknown")
         found[name] = bundle
-    return found, problems
+    return found, problems + _bare_matrices(found)
+
+
+def _bare_matrices(bundles: Mapping[str, Bundle]) -> list[str]:
+    """A sentence on float8 weights without a scale in a file that scales others: raw on purpose, or a scale is lost."""
+    scaled = sum(bundle.format == "fp8_scaled" for bundle in bundles.values())
+    bare = [
+        name
+        for name, bundle in bundles.items()
+        if bundle.format == "fp8_raw" and len(bundle.shape) >= 2 and name.endswith(".weight")
+    ]
+    if not scaled or not bare:
+        return []
+    more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
+    return [
+        f"{bare[0]}{more} in float8 without a scale, beside {scaled} weights with one: taken for the values themselves"
+    ]
 
 
 def _order_is_told(bundle: Bundle, says: Mapping[str, Any]) -> bool:
@@ -59,7 +75,7 @@ def _order_is_told(bundle: Bundle, says: Mapping[str, Any]) -> bool:
     return bool(says) or mxfp8_order_shows(bundle.shape, bundle.sides[WEIGHT_SCALE].shape)
 
 
-def _int8_doubt(says: Mapping[str, Any], rotated: bool, unreadable: bool) -> str:
+def _int8_doubt(says: Mapping[str, Any], rotated: bool, unreadable: bool, *, in_marked: bool) -> str:
     """Plain int8 and rotated int8 look alike; read as the other, a weight is noise."""
     if not isinstance(says.get("convrot", False), bool):
         return f"its marker says convrot: {says['convrot']!r}, which is neither true nor false"
@@ -67,7 +83,10 @@ def _int8_doubt(says: Mapping[str, Any], rotated: bool, unreadable: bool) -> str
         return "its marker gives a group of rotated columns, but not whether they are rotated"
     if not says and unreadable:
         return "int8 codes whose description can't be read: they may be rotated"
-    return "int8 codes that nothing describes, in a file of rotated ones" if not says and rotated else ""
+    if not says and in_marked:
+        return "int8 codes that nothing describes, under a marker of scaled fp8"
+    vague = "format" not in says and "convrot" not in says
+    return "int8 codes that nothing describes, in a file of rotated ones" if vague and rotated else ""
 
 
 def _float8_doubt(says: Mapping[str, Any], told: bool, in_marked: bool) -> str:

@@ -73,8 +73,8 @@ def layer_format(
 ) -> LayerFormat:
     """Decide the format of one weight.
 
-    The weight's own dtype rules: a marker that contradicts it is reported and not followed, since a file marked
-    ``float8_e4m3fn`` may hold e5m2 codes.
+    The weight's own dtype rules over a marker of the other float8, which is reported and not followed: a file marked
+    ``float8_e4m3fn`` may hold e5m2 codes. Any other contradiction makes the format unknown.
 
     Args:
         weight: the tensor of values or codes.
@@ -93,7 +93,10 @@ def layer_format(
     if name in ("svdquant", "awq", "bnb_nf4"):
         return LayerFormat(name, weight.shape, options=described)
     full_precision = described.get("full_precision_matrix_mult") is True
-    if weight.dtype in FLOAT8:
+    if described.get("convrot", False) is not False and weight.dtype != "I8":
+        problem = f"codes of {weight.dtype} whose marker says that columns are rotated, as is known of int8 alone"
+        return LayerFormat("unknown", weight.shape, options=described, problems=(problem,))
+    if weight.dtype in FLOAT8 and marked in (None, *_MARKED_FLOAT8):
         return _float8(weight, sides, marked, full_precision)
     if weight.dtype == "U8" and (name == "nvfp4" or (SECOND_SCALE in sides and marked is None)):
         return _nvfp4(weight, sides, bool(described), full_precision)
@@ -215,7 +218,7 @@ def _original_shape(weight: TensorInfo, metadata: Mapping[str, str]) -> Shape:
 
 
 def _contradiction(marked: object, weight: TensorInfo) -> str:
-    return f"marked as {marked!r}, stored as {weight.dtype}"
+    return f"marked as {repr(marked)[:60]}, stored as {weight.dtype}"
 
 
 def _foreign_format(weight: TensorInfo, sides: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> str | None:

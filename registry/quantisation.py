@@ -205,7 +205,7 @@ def _descriptions(
             continue
         try:
             raw = read_tensor_bytes(header, group[MARKER], limit=_MARKER_LIMIT)
-            described[layer] = _flat(json.loads(raw.rstrip(b"\x00")))
+            described[layer] = described.get(layer, {}) | _flat(json.loads(raw.rstrip(b"\x00")))
         except (SlipcastError, ValueError, TypeError, RecursionError) as error:
             problems.append(
                 f"the marker {group[MARKER].name} can't be read ({type(error).__name__}); going by the tensors"

@@ -242,6 +242,44 @@ def test_a_marker_does_not_overrule_the_weight_s_own_dtype(tmp_path):
     assert bundles.problems == ("a.weight: marked as 'float8_e4m3fn', stored as F8_E5M2",)
 
 
+@pytest.mark.parametrize(
+    ("marker", "problem"),
+    [
+        ({"format": "int8_tensorwise"}, "marked as 'int8_tensorwise', stored as F8_E4M3"),
+        ({"format": "nvfp4"}, "marked as 'nvfp4', stored as F8_E4M3"),
+        ({"format": "float8_of_tomorrow"}, "marked as 'float8_of_tomorrow', stored as F8_E4M3"),
+        ({"format": ["float8_e4m3fn"]}, "marked as ['float8_e4m3fn'], stored as F8_E4M3"),
+        ({"format": "x" * 9000}, "stored as F8_E4M3"),
+        ({"format": "float8_e4m3fn", "convrot": True}, "says that columns are rotated"),
+        ({"convrot": "yes"}, "says that columns are rotated"),
+    ],
+)
+def test_a_marker_of_another_format_is_not_passed_over(tmp_path, marker, problem):
+    metadata = {"_quantization_metadata": json.dumps({"layers": {"a": marker}})}
+    tensors = {"a.weight": ("F8_E4M3", (8, 8)), "a.weight_scale": ("F32", ())}
+    bundles = assemble_tensors(tmp_path, tensors, metadata)
+    assert bundles.weights["a.weight"].format == "unknown"
+    (line,) = bundles.problems
+    assert problem in line
+    assert len(line) < 200
+
+
+def test_codes_without_a_scale_beside_others_with_one_are_noted(tmp_path):
+    """Nothing says that they ought to have one: a few may be raw on purpose."""
+    tensors = {
+        "a.weight": ("F8_E4M3", (8, 8)),
+        "a.weight_scale": ("F32", ()),
+        "b.weight": ("F8_E4M3", (8, 8)),
+        "c.weight": ("F8_E4M3", (8, 8)),
+        "b.bias": ("F8_E4M3", (8,)),
+    }
+    bundles = assemble_tensors(tmp_path, tensors)
+    assert count_formats(bundles.weights.values()) == {"fp8_raw": 3, "fp8_scaled": 1}
+    assert bundles.problems == (
+        "b.weight and 1 more in float8 without a scale, beside 1 weights with one: taken for the values themselves",
+    )
+
+
 def test_the_legacy_marker_of_one_component_says_nothing_of_another(tmp_path):
     layer = {"weight": ("F8_E4M3", (8, 8)), "scale_weight": ("F32", (1,))}
     tensors = {f"{prefix}a.{leaf}": info for prefix in ("model.", "text.t5.") for leaf, info in layer.items()}
@@ -323,6 +361,7 @@ def int8_layers(tmp_path, descriptions):
         ({"a": ROTATED, "b": ROTATED}, {"int8_convrot": 2}),
         ({"a": {"format": "int8_tensorwise"}}, {"int8": 2}),
         ({"a": ROTATED}, {"int8_convrot": 1, "unknown": 1}),
+        ({"a": ROTATED, "b": {"per_row": True}}, {"int8_convrot": 1, "unknown": 1}),
         ({"a": {**ROTATED, "convrot": "true"}, "b": {"format": "int8_tensorwise"}}, {"unknown": 1, "int8": 1}),
         (
             {"a": {"format": "int8_tensorwise", "convrot_groupsize": 16}, "b": ROTATED},
@@ -335,6 +374,28 @@ def test_int8_that_may_be_rotated_is_never_guessed(tmp_path, descriptions, forma
     bundles = int8_layers(tmp_path, descriptions)
     assert count_formats(bundles.weights.values()) == formats
     assert len([problem for problem in bundles.problems if ".weight:" in problem]) == formats.get("unknown", 0)
+
+
+def test_int8_under_a_marker_of_scaled_fp8_is_never_guessed(tmp_path):
+    tensors = {"a.weight": ("I8", (16, 16)), "a.weight_scale": ("F32", (16, 1))}
+    assert assemble_tensors(tmp_path, tensors).weights["a.weight"].format == "int8"
+    bundles = assemble_tensors(tmp_path, tensors | {"scaled_fp8": ("F8_E4M3", (0,))})
+    assert bundles.weights["a.weight"].format == "unknown"
+    assert bundles.problems == ("a.weight: int8 codes that nothing describes, under a marker of scaled fp8",)
+
+
+def test_what_a_layer_s_marker_does_not_say_the_file_s_metadata_does(tmp_path):
+    """Both describe a layer; the marker lacks that its columns are rotated."""
+    marker = b'{"format": "int8_tensorwise"}'
+    text = json.dumps({"layers": {"a": ROTATED}})
+    header = {
+        "__metadata__": {"_quantization_metadata": text},
+        "a.weight": {"dtype": "I8", "shape": [16, 16], "data_offsets": [0, 256]},
+        "a.weight_scale": {"dtype": "F32", "shape": [16], "data_offsets": [256, 320]},
+        "a.comfy_quant": {"dtype": "U8", "shape": [len(marker)], "data_offsets": [320, 320 + len(marker)]},
+    }
+    path = write_raw(tmp_path / "m.safetensors", header, bytes(320) + marker)
+    assert assemble(read_checkpoint(path).headers[""]).weights["a.weight"].format == "int8_convrot"
 
 
 @pytest.mark.parametrize("marking", ["metadata", "legacy"])
