@@ -19,7 +19,7 @@ _REGISTRATION = threading.Lock()
 
 
 def model_class(name: str) -> type[nn.Module]:
-    """The class that a family file or a plan names, for example ``diffusers.AutoencoderKL``.
+    """The class that a family file or a plan names, ``diffusers.Name`` or ``transformers.Name``.
 
     Only public classes of diffusers and transformers that are modules are ever imported, whatever the file says.
 

@@ -347,7 +347,7 @@ class Family(_Section):
 
     companions: Named[Companion] = Field(default_factory=FrozenMapping)
     """What a pipeline needs beside this model, by role: a family's id, after a slash the variant where only one will do
-    (`qwen3/4b`), or a class."""
+    (`ID/VARIANT`), or a class."""
 
     examples: Several[Example] = ()
     """Recorded headers that this family must claim, and no other."""
