@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slipcast.registry.catalogue import load_catalogue, load_family_file
+from slipcast.registry.catalogue import Catalogue, load_catalogue, load_family_file
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.claims import ask
 from slipcast.registry.distinguish import distinguishing_names
@@ -22,6 +22,8 @@ from support.recorded import recorded, recorded_names, write_checkpoint
 
 KNOWN = {name: list(recorded(name).tensors) for name in recorded_names()}
 KREA = "krea2--raw-native"
+FAMILIES = Catalogue({"z-image": load_catalogue()["z-image"]})
+"""As if the models that drafts are made of were not known."""
 
 
 def _header(names: dict[str, tuple[int, ...]], config: dict | None = None) -> Header:
@@ -34,7 +36,7 @@ def _header(names: dict[str, tuple[int, ...]], config: dict | None = None) -> He
 def _draft(folder: Path, record: str, prefix: str = "", **options: str) -> Draft:
     path = write_checkpoint(recorded(record), folder / "model.safetensors", prefix=prefix)
     header = read_checkpoint(path).headers[""]
-    return draft_family(header, "mine", load_catalogue(), known=KNOWN, **options)
+    return draft_family(header, "mine", FAMILIES, known=KNOWN, **options)
 
 
 @pytest.mark.parametrize(
@@ -109,18 +111,18 @@ def test_a_fused_tensor_is_pointed_out() -> None:
     header = _header(
         {"blocks.0.attn.qkv.weight": (96, 32), "blocks.1.attn.qkv.weight": (96, 32), "first.weight": (32, 8)}
     )
-    assert "TODO: qkv: to_q + to_k + to_v?" in draft_family(header, "mine", load_catalogue()).text
+    assert "TODO: qkv: to_q + to_k + to_v?" in draft_family(header, "mine", FAMILIES).text
 
 
 def test_a_folder_names_its_class_and_its_arguments() -> None:
     names = {"proj.weight": (4, 4), "other.weight": (4, 4)}
     header = _header(names, {"_class_name": "SomeModel", "dim": 4, "kind": "x\ny: z"})
-    draft = draft_family(header, "mine", load_catalogue())
+    draft = draft_family(header, "mine", FAMILIES)
     assert draft.family.model == "diffusers.SomeModel"
     assert "#   dim: 4" in draft.text
-    hostile = draft_family(_header(names, {"_class_name": "os.system"}), "mine", load_catalogue())
+    hostile = draft_family(_header(names, {"_class_name": "os.system"}), "mine", FAMILIES)
     assert hostile.family.model == PLACEHOLDER
-    encoder = draft_family(_header(names, {"architectures": ["SomeEncoder"]}), "mine", load_catalogue())
+    encoder = draft_family(_header(names, {"architectures": ["SomeEncoder"]}), "mine", FAMILIES)
     assert encoder.family.model == "transformers.SomeEncoder"
 
 
@@ -129,7 +131,7 @@ def test_a_folder_names_its_class_and_its_arguments() -> None:
 def test_no_name_of_a_file_breaks_the_text(names: list[str]) -> None:
     assume(not kind_of_stranger(names))
     header = _header({**dict.fromkeys(names, (2, 2)), "fine.weight": (2, 2)}, {"x": names})
-    draft = draft_family(header, "mine", load_catalogue())
+    draft = draft_family(header, "mine", FAMILIES)
     assert draft.family.keys == draft.family.config == {}
     assert set(draft.family.identify.has) <= {*names, "fine.weight"}
 
@@ -137,7 +139,7 @@ def test_no_name_of_a_file_breaks_the_text(names: list[str]) -> None:
 def test_what_a_file_says_stays_in_its_comment() -> None:
     names = [f"model.diffusion_model.{letter}.weight" for letter in "abc"] + ["out\nkeys: {b: c}.weight"]
     header = _header(dict.fromkeys(names, (2, 2)), {"evil\nconfig: {b: 1}": 1, "fine": "\x85\u2028x"})
-    draft = draft_family(header, "mine", load_catalogue())
+    draft = draft_family(header, "mine", FAMILIES)
     assert "begin with: out\\nkeys" in draft.text
     assert "#   evil\\nconfig: {b: 1}: 1" in draft.text
     assert draft.text.isascii()
@@ -146,7 +148,7 @@ def test_what_a_file_says_stays_in_its_comment() -> None:
 
 @pytest.mark.parametrize("id_", ["123", "1e3", "null", "true", "a.b-2"])
 def test_ids_that_yaml_would_read_otherwise(id_: str) -> None:
-    assert draft_family(_header({"a.weight": (2, 2)}), id_, load_catalogue()).family.id == id_
+    assert draft_family(_header({"a.weight": (2, 2)}), id_, FAMILIES).family.id == id_
 
 
 @pytest.mark.parametrize(
@@ -202,9 +204,9 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
 )
 def test_what_can_not_be_drafted(options: dict[str, str], found: str) -> None:
     with pytest.raises(SettingsError, match=found):
-        draft_family(_header({"a.weight": (2, 2)}), options.pop("id_"), load_catalogue(), **options)
+        draft_family(_header({"a.weight": (2, 2)}), options.pop("id_"), FAMILIES, **options)
 
 
 def test_names_that_can_not_be_evidence() -> None:
     with pytest.raises(IdentificationError, match="no tensor whose name could stand in a family file"):
-        draft_family(_header({"a b": (2, 2)}), "mine", load_catalogue())
+        draft_family(_header({"a b": (2, 2)}), "mine", FAMILIES)
