@@ -94,6 +94,7 @@ def _read(header: Header, described: Mapping[str, Any]) -> SavedQuantisation:
         description = _Description.model_validate(dict(described))
     except ValidationError as error:
         raise _unreadable(header, [_problem(each) for each in error.errors()]) from error
+    codecs = {path: codec_named(name) for path, name in description.modules.items()}
     problems = [f"{_FIELD}.version: {description.version}, which never was"] * (description.version != CONFIG_VERSION)
     problems += [
         f"{_FIELD}.modules.{path}: the files have no {path}.weight"
@@ -105,9 +106,13 @@ def _read(header: Header, described: Mapping[str, Any]) -> SavedQuantisation:
         for path in description.full_precision_matrix_mult
         if path not in description.modules
     ]
+    problems += [
+        f"{_FIELD}.modules: {tensor.name} is in int8, may be rotated, and is not among them"
+        for tensor in header.tensors.values()
+        if tensor.dtype == "I8" and len(tensor.shape) > 1 and tensor.name.removesuffix(".weight") not in codecs
+    ]
     if problems:
         raise _unreadable(header, problems)
-    codecs = {path: codec_named(name) for path, name in description.modules.items()}
     return SavedQuantisation(MappingProxyType(codecs), description.compute_dtype)
 
 

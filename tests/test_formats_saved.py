@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import slipcast
 from slipcast.engine.layers import QuantisedModule
-from slipcast.registry.errors import QuantisationError, UnsupportedFormatError
+from slipcast.registry.errors import ConfigError, QuantisationError, UnsupportedFormatError
 from support.conversions import converted
 from support.gguf_files import CROSSING, NARROW, write_gguf
 from support.hinted_family import hinted_family
@@ -74,6 +75,18 @@ def test_the_order_of_scales_that_no_shape_tells(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedFormatError) as caught:
         slipcast.plan(tmp_path / "folder" / "diffusion_pytorch_model.safetensors", device="cpu")
     assert any("fits the swizzled and the linear order" in item for item in caught.value.items)
+
+
+def test_a_config_that_forgot_int8_is_refused(tmp_path: Path) -> None:
+    """Nothing else says whether its columns are rotated. Of float8 everything is in the tensors."""
+    case = CASES["int8, rotated"]
+    path = draw_file(case, "uneven").write(tmp_path / "m.safetensors", marked=case.marked)
+    _save_and_load(path, tmp_path / "folder")
+    config = json.loads((tmp_path / "folder/config.json").read_text())
+    del config["quantization_config"]["modules"]["layers.0.attention.to_q"]
+    (tmp_path / "folder/config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="is in int8, may be rotated, and is not among them"):
+        slipcast.plan(tmp_path / "folder", device="cpu")
 
 
 def test_gguf(tmp_path: Path) -> None:
