@@ -27,7 +27,8 @@ class FileWeight:
         shape: its logical shape, without padding.
         reader: what reads the file.
         device: where values and parts are wanted.
-        not_numbers: where the names of weights are put whose float8 codes mean NaN or infinity; None where nobody asks.
+        notes: where sentences are put on values that a user should know of; None where nobody asks.
+        codes_stay: whether codes stay in the mapped file, so that nobody may look at them.
     """
 
     bundle: Bundle
@@ -35,7 +36,8 @@ class FileWeight:
     shape: Shape
     reader: Reader
     device: torch.device
-    not_numbers: set[str] | None = None
+    notes: set[str] | None = None
+    codes_stay: bool = False
 
     @property
     def rows(self) -> int:
@@ -114,9 +116,11 @@ class FileWeight:
         """
         assert self.codec is not None
         if name == CODES:
-            if self.not_numbers is not None and holds_no_number(part[: shape[0], ..., : shape[-1]]):
-                self.not_numbers.add(self.bundle.name)
+            if self.notes is not None and not self.codes_stay and holds_no_number(part[: shape[0], ..., : shape[-1]]):
+                self.notes.add(f"{self.bundle.name} {_NO_NUMBERS}")
             return
+        if self.notes is not None and part.ndim == 0 and not part:
+            self.notes.add(f"{self.bundle.name} {_ALL_ZEROS}")
         odd = self.codec.odd_scales(name, part, shape)
         if odd:
             raise QuantisationError(
@@ -127,6 +131,10 @@ class FileWeight:
                 path=self.reader.path_of(tensor),
                 items=[f"{tensor.name} {tensor.dtype} {list(tensor.shape)}"],
             )
+
+
+_NO_NUMBERS = "holds codes that mean NaN or infinity: the file is damaged, and so are the model's outputs"
+_ALL_ZEROS = "has a scale of 0, so that it is all zeros whatever its codes: the file may be damaged"
 
 
 def holds_no_number(codes: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ class _Work:
 
     Attributes:
         tensors: stored name -> tensor, as they fill.
-        not_numbers: weights of which codes that were read mean NaN or infinity.
+        notes: what a user should know of the values that were read, as sentences.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class _Work:
         self.device = torch.device(plan.device)
         self.tensors: dict[str, torch.Tensor] = {}
         self._progress, self._cancelled = progress, cancelled
-        self.not_numbers: set[str] = set()
+        self.notes: set[str] = set()
         self._local = threading.local()
         self._streams: list[torch.cuda.Stream] = []
         self._scaled: set[str] = set()
@@ -68,8 +68,8 @@ class _Work:
     def weight(self, target: Target, piece: Piece) -> FileWeight:
         """The weight of the file that a target's piece is cut from. Codes that stay in the mapped file are not read."""
         codec = None if piece.codec is None else codec_named(piece.codec)
-        spotted = None if target.mapped else self.not_numbers
-        return FileWeight(self.bundles[piece.source], codec, piece.shape, self.reader, self.device, spotted)
+        bundle = self.bundles[piece.source]
+        return FileWeight(bundle, codec, piece.shape, self.reader, self.device, self.notes, codes_stay=target.mapped)
 
     def stored(self, target: Target, index: int) -> torch.Tensor:
         """A tensor of the result, allocated when its first values come."""
@@ -169,7 +169,7 @@ def execute(
                 for piece, rows in read:
                     work.report(piece, rows)
         work.join_streams()
-        return _assemble_model(plan, work.tensors, work.device), tuple(_notes(work))
+        return _assemble_model(plan, work.tensors, work.device), tuple(sorted(work.notes))
     finally:
         work.close()
 
@@ -177,11 +177,6 @@ def execute(
 def _run(work: _Work, job: _Job) -> _Read:
     with work.on_own_stream():
         return job()
-
-
-def _notes(work: _Work) -> Iterator[str]:
-    for name in sorted(work.not_numbers):
-        yield f"{name} holds codes that mean NaN or infinity: the file is damaged, and so are the model's outputs"
 
 
 def _jobs(work: _Work) -> Iterator[_Job]:

@@ -87,7 +87,8 @@ def test_a_scale_of_zero_is_that_of_zeros(tmp_path: Path, name: str) -> None:
         layer: Any = loaded.model.get_submodule("layers.0.attention.to_out.0")
         weight = layer.weight if settings else layer.dequantised_weight()
         assert not weight.any()
-        assert loaded.report.notes == ()
+        note = f"{LAYER}.weight has a scale of 0, so that it is all zeros whatever its codes: the file may be damaged"
+        assert loaded.report.notes == ((note,) if scale.ndim == 0 else ())
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
