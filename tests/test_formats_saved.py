@@ -140,6 +140,17 @@ def test_layers_marked_for_products_in_full_precision_stay_marked(tmp_path: Path
     assert _planned_products(tmp_path / "converted") == planned
 
 
+def test_calibrated_scales_of_activations_are_saved_where_they_are_used(tmp_path: Path) -> None:
+    case = CASES["metadata"]
+    path = draw_file(case, "uneven").write(tmp_path / "m.safetensors", marked=case.marked)
+    scaling: dict[str, set[str | None]] = {}
+    for mode in ("compute", "storage"):
+        slipcast.load(path, device="cpu", dtype="float32", fp8=mode).model.save_pretrained(tmp_path / mode)
+        modules = slipcast.plan(tmp_path / mode, device="cpu", fp8="compute").modules
+        scaling[mode] = {module.activation_scale for module in modules if module.products is not None}
+    assert scaling == {"compute": {"static"}, "storage": {"row"}}
+
+
 def _planned_products(path: Path) -> dict[str, tuple[str | None, bool, str]]:
     plan = slipcast.plan(path, device="cpu", fp8="compute")
     return {
