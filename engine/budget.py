@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slipcast.engine.chunks import chunk_bytes, piece_rows, share, slab_bytes
+from slipcast.engine.chunks import chunk_bytes, multiplies, piece_rows, share, slab_bytes
 from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.devices import Device
@@ -15,6 +15,10 @@ from slipcast.registry.identify import Match
 from slipcast.registry.settings import Settings
 
 _MIB = 2**20
+
+
+_PRODUCTS = 33 * 2**20
+"""CUDA's workspace for products of matrices, of one thread: torch sets aside 32 MiB and a little on Hopper, 8 before."""
 
 
 def predict_bytes(
@@ -35,6 +39,8 @@ def predict_bytes(
     if device.kind == "cpu":
         anonymous = resident - mapped + scratch + (0 if mmap else slab)
         return Bytes(resident=resident, device_peak=resident + scratch, host_peak_anonymous=anonymous, read=read)
+    if any(map(multiplies, targets)):
+        scratch += scratch // threads + _PRODUCTS
     computed = sum(stored.nbytes for target in targets if target.how == "computed" for stored in target.stored)
     return Bytes(
         resident=resident,

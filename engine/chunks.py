@@ -68,6 +68,12 @@ def rows_per_chunk(shape: tuple[int, ...], chunk_mib: int) -> int:
     return max(1, chunk_mib * 2**20 // _FLOAT32 // max(1, prod(shape[1:])))
 
 
+def multiplies(target: Target) -> bool:
+    """Whether bringing the file's weights into a target multiplies matrices."""
+    codecs = [target.codec] if target.how == "encode" else [piece.codec for piece in target.pieces]
+    return target.how in ("encode", "decode") and any(name and codec_named(name).multiplies for name in codecs)
+
+
 def is_cut(piece: Piece) -> bool:
     """Whether a piece's rows can be cut out of the parts that hold them; else the parts are sorted anew."""
     tile = _tile(piece)

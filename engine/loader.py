@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slipcast.engine.build import build_with_buffers
-from slipcast.engine.chunks import Chunk, chunks, is_cut, piece_rows, rows_of, share
+from slipcast.engine.chunks import Chunk, chunks, is_cut, multiplies, piece_rows, rows_of, share
 from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.computed_rows import undone
@@ -179,6 +179,13 @@ def _run(work: _Work, job: _Job) -> _Read:
         return job()
 
 
+def _done(job: _Job) -> _Job:
+    """A job that has been done already."""
+    with torch.no_grad():
+        read = job()
+    return lambda: read
+
+
 def _jobs(work: _Work) -> Iterator[_Job]:
     """The chunks of all targets in file order. What they fill is allocated here, in the caller's thread."""
     for target in _in_file_order(work):
@@ -187,9 +194,12 @@ def _jobs(work: _Work) -> Iterator[_Job]:
         if target.how == "keep":
             yield from _keep_jobs(work, target)
         else:
+            # On a GPU what multiplies matrices is done here: CUDA's workspace for it is one that the model will need.
+            here = work.device.type == "cuda" and multiplies(target)
             for piece in target.pieces:
                 for chunk in chunks(target, piece, work.plan.chunk_mib):
-                    yield partial(_fill, work, target, piece, chunk)
+                    job = partial(_fill, work, target, piece, chunk)
+                    yield _done(job) if here else job
 
 
 def _in_file_order(work: _Work) -> list[Target]:

@@ -68,6 +68,11 @@ class Codec(ABC):
         return False
 
     @property
+    def multiplies(self) -> bool:
+        """Whether decoding and encoding multiply matrices, for which CUDA keeps a workspace in each thread."""
+        return False
+
+    @property
     def embeds(self) -> bool:
         """Whether an embedding can be stored so: rows are chosen and decoded by themselves without much ado."""
         return False

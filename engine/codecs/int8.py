@@ -71,6 +71,11 @@ class Int8(ScaledCodec):
         """True by row, but not with ConvRot, which needs a second buffer."""
         return super().streams and not self.rotation
 
+    @property
+    def multiplies(self) -> bool:
+        """A rotation does."""
+        return self.rotation > 0
+
     def obstacle(self, shape: Shape) -> str | None:
         """Codes need a matrix or a stack of them; a rotation needs a matrix whose columns the groups divide."""
         if self.rotation and (len(shape) != 2 or shape[1] % self.rotation or self.axis):
