@@ -18,7 +18,7 @@ _MIB = 2**20
 
 
 _PRODUCTS = 33 * 2**20
-"""CUDA's workspace for products of matrices, of one thread: torch sets aside 32 MiB and a little on Hopper, 8 before."""
+"""CUDA's workspace for products of matrices, of one thread: torch sets aside 32 MiB on Hopper, and less before."""
 
 
 def predict_bytes(
