@@ -26,7 +26,7 @@ check: $(READY)
 	$(BIN)/python -m slipcast.registry.json_schema --check
 	$(BIN)/python -m slipcast.registry.catalogue_index --check
 	$(BIN)/python -m slipcast.cli.docs_tables --check
-	$(BIN)/slipcast check
+	$(BIN)/slipcast check --all
 
 # Type checkers don't follow setuptools' mapping of folders to packages, so they get a tree of links that is laid out like it.
 types: $(READY)

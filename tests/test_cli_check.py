@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from slipcast.engine.check.run import PROOFS
+from slipcast.registry.catalogue import load_catalogue
 from support.command_line import json_of, run
 
 FILE = Path(__file__).parents[1] / "families" / "z-image.yaml"
@@ -57,3 +60,14 @@ def test_families_of_a_folder(tmp_path: Path) -> None:
     statuses = {proof["name"]: proof["status"] for proof in checked["families"][0]["proofs"]}
     assert statuses["class"] == "failed"
     assert (statuses["others"], statuses["key map"]) == ("ok", "ok")
+
+
+def test_all_of_them_or_some() -> None:
+    result = run("check", "--all", "z-image")
+    assert result.exit_code == 2
+    assert "--all and names exclude one another" in result.stderr
+
+
+def test_all_is_what_naming_none_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipcast.engine.check.run.PROOFS", {})
+    assert [family["id"] for family in json_of("check", "--all")["families"]] == list(load_catalogue())

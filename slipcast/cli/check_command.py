@@ -20,6 +20,7 @@ _WIDTH = 12
 
 @click.command("check")
 @click.argument("names", metavar="[ID|FILE]...", nargs=-1)
+@click.option("--all", "all_", is_flag=True, help="All known families, which is also what naming none means.")
 @click.option(
     "--headers",
     type=click.Path(path_type=Path),
@@ -28,7 +29,9 @@ _WIDTH = 12
 )
 @settings_options
 @common_options
-def command(names: tuple[str, ...], headers: Path | None, assignments: tuple[str, ...], as_json: bool) -> int:
+def command(
+    names: tuple[str, ...], all_: bool, headers: Path | None, assignments: tuple[str, ...], as_json: bool
+) -> int:
     """Prove family files: those of the families called ID, or the files FILE, or all that are known.
 
     A file is laid over the known families. Each proof takes one line: ok, failed with what refutes it and where, or
@@ -36,11 +39,13 @@ def command(names: tuple[str, ...], headers: Path | None, assignments: tuple[str
 
     \b
     Examples:
-      slipcast check
+      slipcast check --all
       slipcast check families/my-family.yaml --headers tests/data/headers
 
     The exit code is 1 where a proof failed.
     """
+    if all_ and names:
+        raise click.UsageError("--all and names exclude one another: give one of both")
     checked = []
     for family in api.check(*names, headers=headers, **call_settings(assignments)):
         checked.append(family)
