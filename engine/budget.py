@@ -10,6 +10,7 @@ from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.devices import Device
 from slipcast.engine.file_codec import part_tensors
 from slipcast.engine.plan import Bytes, Decision, Target, Verdict
+from slipcast.engine.precision import family_obstacle
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match
 from slipcast.registry.settings import Settings
@@ -64,6 +65,22 @@ def _read(targets: Sequence[Target], match: Match) -> int:
     return total + sum(scales.values())
 
 
+def growth_notes(targets: Sequence[Target], match: Match, fp8: Decision) -> tuple[str, ...]:
+    """A sentence on the weights in codes that are dequantised though nobody asked for it, and on their bytes."""
+    decoded = [target for target in targets if target.how == "decode"]
+    if fp8.requested == "off" or not decoded:
+        return ()
+    weights = match.everything.weights
+    taken = sum(share(weights[piece.source], piece, piece_rows(piece)) for each in decoded for piece in each.pieces)
+    more = sum(stored.nbytes for target in decoded for stored in target.stored) - taken
+    sources = {piece.source for target in decoded for piece in target.pieces}
+    what = "1 weight" if len(sources) == 1 else f"{len(sources)} weights"
+    return (
+        f"{what} in the file's codes can't stay in them, and take {more / _MIB:,.0f} MiB more dequantised: see what is "
+        "folded, and why",
+    )
+
+
 def weigh_verdict(
     bytes_: Bytes, device: Device, settings: Settings, fp8: Decision, family: Family, with_fp8: Callable[[], Bytes]
 ) -> Verdict | None:
@@ -86,8 +103,8 @@ def weigh_verdict(
         return Verdict(fits=True, needed=needed, available=available, advice=advice)
     if fp8.engaged != "off":
         advice = "the weights are quantised already: this device can't hold them whole"
-    elif not family.precision.fp8.storage.supported:
-        advice = f"no setting makes them fit: fp8 is not for this family ({family.precision.fp8.storage.reason})"
+    elif obstacle := family_obstacle(family):
+        advice = f"no setting makes them fit: fp8 is not for this family ({obstacle})"
     else:
         smaller = with_fp8().device_peak
         fits = "fits" if smaller <= available else "does not fit either"

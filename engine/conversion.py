@@ -24,7 +24,7 @@ from slipcast.engine.new_weights import NewWeight, new_weights
 from slipcast.engine.padded_codes import PaddedCodes
 from slipcast.engine.plan import Target
 from slipcast.engine.planner import refuse_formats
-from slipcast.engine.precision import TORCH_NAMES, Rules, family_dtype
+from slipcast.engine.precision import TORCH_NAMES, Rules, family_dtype, family_obstacle
 from slipcast.engine.saved_quantisation import saved_quantisation
 from slipcast.engine.staying_layers import StayingLayers
 from slipcast.engine.wanted import Spelling, Wanted
@@ -90,14 +90,14 @@ def convert_header(
     codecs = codecs_of(match, accounts)
     _refuse_blocks(match, codecs, wanted)
     weights = new_weights(match, accounts, shapes, {name: codec.name for name, codec in codecs.items()}, layout)
-    rules = Rules.of(match.family.precision)
+    rules, obstacle = Rules.of(match.family.precision), family_obstacle(match.family)
     tied = frozenset(chain.from_iterable(tensors.ties.items()))
     writer = _Writer(match, prefix, wanted, bool(wanted.quantises or wanted.spelling or _is_saved(match)))
     chooser = Chooser(
         wanted=wanted,
         bundles=match.everything.weights,
         codecs=codecs,
-        linears=eligible_weights(model, rules, tied),
+        linears=frozenset() if obstacle else eligible_weights(model, rules, tied),
         rules=rules,
         decoded=_DTYPES[family_dtype(match.family.precision, match.bundles.values())[0]],
         respells=writer.respells,
@@ -111,7 +111,7 @@ def convert_header(
     contained = _contained(match)
     for bundle in contained:
         writer.add_contained(bundle)
-    stayed = StayingLayers(chooser, model, tied).reasons(weights, writer.formats)
+    stayed = StayingLayers(chooser, model, tied, obstacle).reasons(weights, writer.formats)
     return writer.conversion(layout, _left_out(match, accounts, weights, contained, writer.lost), stayed)
 
 

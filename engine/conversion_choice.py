@@ -206,10 +206,7 @@ def eligible_weights(model: nn.Module, rules: Rules, tied: frozenset[str]) -> fr
     return frozenset(
         f"{path}{WEIGHT_SUFFIX}"
         for path, module in model.named_modules()
-        if type(module) is nn.Linear
-        and rules.kept_role(path) is None
-        and not rules.stays_fp32(f"{path}{WEIGHT_SUFFIX}")
-        and f"{path}{WEIGHT_SUFFIX}" not in tied
+        if type(module) is nn.Linear and not rules.stays_plain(path, tied)
     )
 
 

@@ -117,19 +117,10 @@ class ModuleChooser:
         in_codes = any(each.codec is not None for each in rows)
         if not in_codes and not (self._encodes and quantisation_obstacle(module, _ENCODED) is None):
             return None
-        reason = self._stays_plain(path)
+        reason = self.rules.stays_plain(path, self.tied)
         if reason:
             return WeightChoice(None, False, reason)
         return self._kept_choice(path, module, rows) if in_codes else self._new_choice(module, rows, reason="")
-
-    def _stays_plain(self, path: str) -> str:
-        """Why a layer is never quantised, or ""."""
-        role = self.rules.kept_role(path)
-        if role is not None:
-            return f"the family keeps its {role.replace('_', ' ')} in the compute dtype"
-        if self.rules.stays_fp32(f"{path}.weight"):
-            return "the family keeps it in float32"
-        return "its weight is also another module's" if f"{path}.weight" in self.tied else ""
 
     def _kept_choice(self, path: str, module: nn.Module, rows: Sequence[CodedRows]) -> WeightChoice:
         if self.fp8 == "off":

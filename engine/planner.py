@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from slipcast.engine.accounting import Accounts, account
-from slipcast.engine.budget import predict_bytes, weigh_verdict
+from slipcast.engine.budget import growth_notes, predict_bytes, weigh_verdict
 from slipcast.engine.build import build_on_meta, unknown_arguments
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.devices import resolve_device
@@ -118,7 +118,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         tensors=tuple(_fates(match, targets, accounts, modules.by_weight)),
         bytes=bytes_,
         verdict=weigh_verdict(bytes_, device, settings, fp8, match.family, lambda: planned("storage")[2]),
-        notes=(*notes, *match.guesses, *match.everything.problems),
+        notes=(*notes, *growth_notes(targets, match, fp8), *match.guesses, *match.everything.problems),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from slipcast.engine.devices import Device
@@ -76,15 +76,15 @@ def decide_fp8(requested: str, family: Family, bundles: Iterable[Bundle], probe:
     formats = {bundle.format for bundle in bundles} - {"plain"}
     others = ", ".join(sorted(formats - FLOAT8_FORMATS))
     in_fp8 = bool(formats & FLOAT8_FORMATS)
-    storage, compute = family.precision.fp8.storage, family.precision.fp8.compute
+    compute = family.precision.fp8.compute
     if requested == "off":
         engaged, reason = "off", "as requested"
     elif others and not in_fp8:
         engaged, reason = "keep", f"the file's weights are quantised already ({others}) and stay as they are"
     elif requested == "auto" and not in_fp8:
         engaged, reason = "off", "the file holds no fp8 weights"
-    elif not storage.supported:
-        engaged, reason = "off", f"{family.id}: {storage.reason}"
+    elif obstacle := family_obstacle(family):
+        engaged, reason = "off", obstacle
     elif requested == "auto":
         engaged, reason = "storage", "the file's fp8 weights are kept as they are"
     elif requested == "compute" and not compute.supported:
@@ -96,28 +96,61 @@ def decide_fp8(requested: str, family: Family, bundles: Iterable[Bundle], probe:
     return Decision(requested=requested, engaged=engaged, reason=reason)
 
 
+def family_obstacle(family: Family) -> str:
+    """Why no weight of a family is brought into codes, as its file says it of fp8 storage, or ""."""
+    storage = family.precision.fp8.storage
+    return "" if storage.supported else f"{family.id}: {storage.reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """A family's precision rules, ready to be asked about module and parameter names.
 
-    The one predicate for "does this layer stay in the compute dtype?" and "does this tensor stay in float32?".
+    The one predicate for "does this layer stay as it is?" and "does this tensor stay in float32?".
+
+    Attributes:
+        keep: places of modules, each with why they are kept.
+        keep_fp32: places of modules and tensors that stay in float32.
     """
 
-    keep: Mapping[str, tuple[Place, ...]]
+    keep: tuple[tuple[Place, str], ...]
     keep_fp32: tuple[Place, ...]
 
     @classmethod
     def of(cls, precision: Precision) -> Rules:
         """The rules of a family file's ``precision:`` section."""
-        keep = {role: tuple(parse_place(place) for place in places) for role, places in precision.keep.items()}
+        keep = tuple(
+            (parse_place(place), _kept_because(role, place, precision))
+            for role, places in precision.keep.items()
+            for place in places
+        )
         return cls(keep, tuple(parse_place(place) for place in precision.keep_fp32))
 
-    def kept_role(self, path: str) -> str | None:
-        """The role for which a module stays in the compute dtype, or None where it may be quantised."""
+    def stays_plain(self, path: str, tied: Collection[str]) -> str:
+        """Why the weight of a module is never brought into codes, or "" where it may be.
+
+        Args:
+            path: the module's, in the model's names.
+            tied: names of tensors that are one with another.
+        """
         names = tuple(path.split("."))
-        return next((role for role, places in self.keep.items() if any(place.takes(names) for place in places)), None)
+        kept = next((reason for place, reason in self.keep if place.takes(names)), "")
+        if kept:
+            return kept
+        if self.stays_fp32(f"{path}.weight"):
+            return "the family keeps it in float32"
+        return "its weight is also another module's" if f"{path}.weight" in tied else ""
 
     def stays_fp32(self, name: str) -> bool:
         """Whether a tensor stays in float32 whatever the compute dtype."""
         names = tuple(name.split("."))
         return any(place.takes(names) for place in self.keep_fp32)
+
+
+def _kept_because(role: str, place: str, precision: Precision) -> str:
+    """A sentence on why modules are kept: the role, and what the family file says of them."""
+    kept = f"the family keeps {'it' if role == 'other' else 'its ' + role.replace('_', ' ')} unquantised"
+    places = precision.keep[role]
+    if isinstance(places, Mapping):
+        return f"{kept}: {places[place]}"
+    return f"{kept}: the forward looks at its weight's dtype" if place in precision.forward_needs else kept

@@ -20,11 +20,13 @@ class StayingLayers:
         chooser: what decided about the weights.
         model: the model, on the meta device.
         tied: names of its weights that are one with another.
+        obstacle: why the family's weights are not brought into codes at all, or "".
     """
 
     chooser: Chooser
     model: nn.Module
     tied: Collection[str]
+    obstacle: str
 
     def reasons(self, weights: Iterable[NewWeight], formats: Mapping[str, str]) -> dict[str, str]:
         """The layers' matrices that are not in the format of codes that was asked for, each with the reason.
@@ -47,6 +49,8 @@ class StayingLayers:
         }
 
     def _reason(self, weight: NewWeight) -> str:
+        if self.obstacle:
+            return self.obstacle
         for term in weight.terms:
             if term.model not in self.chooser.linears:
                 return self._ineligible(term.model)
@@ -62,12 +66,7 @@ class StayingLayers:
     def _ineligible(self, name: str) -> str:
         """Why a weight of the model may not be quantised."""
         path = name.removesuffix(WEIGHT_SUFFIX)
-        role = self.chooser.rules.kept_role(path)
-        if role is not None:
-            return f"the family keeps its {role.replace('_', ' ')} out of codes"
-        if self.chooser.rules.stays_fp32(name):
-            return "the family keeps it in float32"
-        if name in self.tied:
-            return "it is one with another weight"
+        if kept := self.chooser.rules.stays_plain(path, self.tied):
+            return kept
         kind = type(self.model.get_submodule(path)).__name__ if name.endswith(WEIGHT_SUFFIX) else "parameter"
         return f"only Linear layers are written in codes, and its class is {kind}"

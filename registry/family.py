@@ -47,7 +47,13 @@ ROLES = (
 
 Item = TypeVar("Item")
 Several = Annotated[tuple[Item, ...], Strict(False)]
-_Frozen = (AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, Any]))
+
+
+def _as_dicts(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: dict(entry) if isinstance(entry, FrozenMapping) else entry for key, entry in entries.items()}
+
+
+_Frozen = (AfterValidator(FrozenMapping), PlainSerializer(_as_dicts, return_type=dict[str, Any]))
 Named = Annotated[Mapping[str, Item], *_Frozen]
 
 _ID = r"[a-z0-9]+([.-][a-z0-9]+)*"
@@ -206,8 +212,9 @@ class Precision(_Section):
     fp16: Literal["safe", "unsafe"]
     """`unsafe` where activations overflow in float16; it is then promoted to float32."""
 
-    keep: Annotated[Mapping[Word, Several[Text]], *_Frozen] = Field(default_factory=FrozenMapping)
-    """Modules that are never stored in float8, by role, in the model's names: `{time_embedding: [t_embedder]}`."""
+    keep: Annotated[Mapping[Word, Several[Text] | Named[Text]], *_Frozen] = Field(default_factory=FrozenMapping)
+    """Modules that are never stored in float8, by role, in the model's names: `{time_embedding: [t_embedder]}`, or each
+    with the reason where the role does not say it: `{other: {router: its rows are compared with each other}}`."""
 
     forward_needs: Several[Text] = ()
     """Of these the modules without which the forward fails in float8, as it looks at their weight's dtype."""

@@ -97,6 +97,13 @@ BROKEN = [
     ("patterns", "[cap_embedder]", "[cap_embedder, x.y]", "precision.keep.text_embedding.1", "'x.y' hits nothing"),
     (
         "patterns",
+        "text_embedding: [cap_embedder]",
+        "text_embedding: {cap_embedder: why, x.y: why}",
+        "precision.keep.text_embedding.x.y",
+        "'x.y' hits nothing",
+    ),
+    (
+        "patterns",
         "  fp16: unsafe",
         "  keep_fp32: [t_emb]\n  fp16: unsafe",
         "precision.keep_fp32.0",

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 
+from slipcast.registry.catalogue import load_catalogue
 from support.command_line import json_of, output_of, run
 from support.tiny_z_image import natively, tiny_tensors, write_native
 
@@ -73,7 +75,10 @@ def test_another_format(tmp_path: Path, native: Path) -> None:
     }
     assert (written["folded"], written["layout"]) == ({}, {"from": "native", "to": "native"})
     stayed = written["stayed"]
-    assert stayed.pop("t_embedder.mlp.0.weight") == "the family keeps its time embedding out of codes"
+    assert (
+        stayed.pop("t_embedder.mlp.0.weight")
+        == "the family keeps its time embedding unquantised: the forward looks at its weight's dtype"
+    )
     layers = {name for name, tensor in load_file(native).items() if tensor.ndim > 1 and name.endswith(".weight")}
     in_codes = {name.removesuffix("_scale") for name in load_file(out) if name.endswith(".weight_scale")}
     assert set(stayed) == layers - in_codes - {"t_embedder.mlp.0.weight"}
@@ -107,18 +112,37 @@ def test_weights_that_lose_their_codes_are_shown(tmp_path: Path, native: Path) -
     model, out = tmp_path / "model.safetensors", tmp_path / "out.safetensors"
     json_of("convert", native, model, "--format", "nvfp4", "--layout", "diffusers")
     shown = output_of("convert", model, out, "--layout", "native")
-    assert "layers.{0…2}.attention.qkv.weight (3): the weights whose rows make it have different scales" in shown
+    assert re.search(r"  dequantised +the weights whose rows make it have different scales[^\n]*:\n {17}\S", shown)
+    assert re.search(r"^ {17}layers\.\{0…2\}\.attention\.qkv\.weight \(3\)$", shown, re.MULTILINE)
 
 
 def test_layers_that_do_not_get_the_format_are_said_with_the_reason(tmp_path: Path, native: Path) -> None:
     small, smaller = tmp_path / "small.safetensors", tmp_path / "smaller.safetensors"
     shown = output_of("convert", native, small, "--format", "fp8_scaled")
-    assert re.search(r"  stayed +cap_embedder\.1\.weight: the family keeps its text embedding out of codes\n", shown)
-    assert "t_embedder.mlp.{0,2}.weight (2): the family keeps its time embedding out of codes" in shown
+    assert re.search(r"  stayed +cap_embedder\.1\.weight: the family keeps its text embedding unquantised\n", shown)
+    assert "t_embedder.mlp.{0,2}.weight (2): the family keeps its time embedding unquantised: the forward" in shown
     written = json_of("convert", small, smaller, "--format", "mxfp8")
     padded = {name for name, reason in written["stayed"].items() if "padded" in reason}
     assert len(padded) == written["formats"]["to"]["fp8_scaled"] > 0
     assert json_of("convert", small, tmp_path / "plain.safetensors", "--format", "bf16")["stayed"] == {}
+
+
+@pytest.mark.parametrize("layout", ["native", "diffusers"])
+@pytest.mark.parametrize("format_", ["fp8_scaled", "int8"])
+def test_a_family_without_fp8_storage_gets_no_codes_in_either_naming(tmp_path: Path, layout: str, format_: str) -> None:
+    family = load_catalogue()["flux-1-vae"]
+    assert family.tiny is not None
+    save_file(AutoencoderKL(**family.tiny.config).state_dict(), tmp_path / "diffusers.safetensors")
+    json_of("convert", tmp_path / "diffusers.safetensors", tmp_path / "native.safetensors", "--layout", "native")
+    path, out = tmp_path / f"{layout}.safetensors", tmp_path / "out.safetensors"
+    written = json_of("convert", path, out, "--format", format_)
+    assert set(written["formats"]["to"]) == {"plain"}
+    said = json_of("plan", path, "--set", "fp8=storage")["settings"]["fp8"]["reason"]
+    assert said == f"flux-1-vae: {family.precision.fp8.storage.reason}"
+    assert set(written["stayed"].values()) == {said}
+    assert any("attn_1.q" in name or "to_q" in name for name in written["stayed"])
+    shown = output_of("convert", path, out, "--format", format_, "--overwrite")
+    assert shown.count(said) == 1
 
 
 def test_layers_that_a_quantised_file_left_alone_name_the_setting(tmp_path: Path, native: Path) -> None:
@@ -131,7 +155,10 @@ def test_layers_that_a_quantised_file_left_alone_name_the_setting(tmp_path: Path
     said = "the file is quantised already, and the setting fp8.remainder is keep"
     assert stayed["layers.1.feed_forward.w1.weight"] == said
     assert f"{layer}.weight" not in stayed
-    assert stayed["t_embedder.mlp.0.weight"] == "the family keeps its time embedding out of codes"
+    assert (
+        stayed["t_embedder.mlp.0.weight"]
+        == "the family keeps its time embedding unquantised: the forward looks at its weight's dtype"
+    )
 
 
 def test_what_stays_is_not_called_a_change(tmp_path: Path, native: Path) -> None:

@@ -66,7 +66,7 @@ def test_what_people_read(model):
     assert modules["layers.{0…2}.attention_norm1"] == ["3 × bfloat16", "RMSNorm"]
     assert rows_of(text, "Kept from quantisation")["t_embedder.mlp.{0,2}"] == [
         "2 × bfloat16",
-        "the family keeps its time embedding in the compute dtype",
+        "the family keeps its time embedding unquantised: the forward looks at its weight's dtype",
     ]
     assert "Verdict" not in text
 
@@ -133,3 +133,18 @@ def test_the_call_wins_over_its_settings_file(folder, model):
     (folder / "mine.yaml").write_text("fp8: storage\n")
     plan = json_of("plan", model, "--config", "mine.yaml", "--set", "fp8=off")
     assert plan["settings"]["fp8"]["requested"] == "off"
+
+
+def test_what_a_kept_layer_costs_and_why_it_is_kept(folder):
+    path = write_checkpoint(recorded("te-t5xxl--comfy-fp8-raw"), folder / "t5.safetensors")
+    plan = json_of("plan", path)
+    why = "the family keeps it unquantised: the forward casts its input to its weight's dtype"
+    text = output_of("plan", path)
+    assert rows_of(text, "Kept from quantisation")["encoder.block.{0…23}.layer.1.DenseReluDense.wo"][1] == why
+    more = plan["bytes"]["resident"] - plan["bytes"]["read"]
+    (note,) = plan["notes"]
+    assert note.startswith(
+        f"{len(plan['folded'])} weights in the file's codes can't stay in them, and take {more / 2**20:,.0f} MiB"
+    )
+    assert f"  notes    {note}" in text
+    assert json_of("plan", path, "--set", "fp8=off")["notes"] == []

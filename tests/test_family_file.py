@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from slipcast.engine.precision import Rules
 from slipcast.registry.catalogue import load_family_file
 from slipcast.registry.errors import FamilyFileError
 from support.family_files import MINIMAL_LINES, family_text, write_family
@@ -237,6 +238,26 @@ def test_roles_beside_the_known_ones_are_allowed(tmp_path: Path) -> None:
     path = tmp_path / "some-family.yaml"
     path.write_text(family_text().replace("fp16: safe", "fp16: safe\n  keep: {router: [gate], norm: [norm]}"))
     assert dict(load_family_file(path).precision.keep) == {"router": ("gate",), "norm": ("norm",)}
+
+
+def test_kept_modules_may_have_a_reason_each(tmp_path: Path) -> None:
+    path = tmp_path / "some-family.yaml"
+    keep = "keep: {norm: [norm], other: {gate: it chooses, 'blocks.{i}.gate': it chooses too}}"
+    path.write_text(family_text().replace("fp16: safe", f"fp16: safe\n  {keep}\n  forward_needs: [gate, norm]"))
+    precision = load_family_file(path).precision
+    assert precision.keep["norm"] == ("norm",)
+    assert precision.keep["other"] == {"gate": "it chooses", "blocks.{i}.gate": "it chooses too"}
+    rules = Rules.of(precision)
+    assert rules.stays_plain("gate", ()) == "the family keeps it unquantised: it chooses"
+    assert rules.stays_plain("blocks.3.gate.proj", ()) == "the family keeps it unquantised: it chooses too"
+    assert (
+        rules.stays_plain("norm", ())
+        == "the family keeps its norm unquantised: the forward looks at its weight's dtype"
+    )
+    assert rules.stays_plain("blocks.3", ()) == ""
+    path.write_text(path.read_text().replace("it chooses too", "''"))
+    with pytest.raises(FamilyFileError, match=r"precision\.keep\.other"):
+        load_family_file(path)
 
 
 def test_the_first_of_several_mistakes_is_raised_with_the_others_as_items(tmp_path: Path) -> None:

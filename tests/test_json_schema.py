@@ -100,6 +100,8 @@ EXTENDING = "schema: 1\nid: child\ntitle: Child\nextends: base\n"
         (family_text().replace("schema: 1", "schema: 2"), False),
         (family_text().replace("fp16: safe\n", "keep: {head: [a], router: [b]}\n  fp16: safe\n"), True),
         (family_text().replace("fp16: safe\n", "keep: {Head: [a]}\n  fp16: safe\n"), False),
+        (family_text().replace("fp16: safe\n", "keep: {head: {a: why}, other: [b]}\n  fp16: safe\n"), True),
+        (family_text().replace("fp16: safe\n", "keep: {head: {a: ''}}\n  fp16: safe\n"), False),
         (family_text().replace("storage: supported", "storage: {unsupported: why}"), True),
         (family_text().replace("storage: supported", "storage: {unsupported: ''}"), False),
         (family_text().replace("storage: supported", "storage: maybe"), False),

@@ -128,7 +128,7 @@ def test_layers_that_the_family_keeps_are_dequantised_with_their_scale(tmp_path:
     loaded = _load(file, tmp_path)
     _check_values(loaded.model, file)
     assert loaded.report.plan.folded.keys() == {f"{layer}.weight" for layer in KEPT}
-    assert "keeps its text embedding in the compute dtype" in loaded.report.plan.folded["cap_embedder.1.weight"]
+    assert "keeps its text embedding unquantised" in loaded.report.plan.folded["cap_embedder.1.weight"]
     assert not set(KEPT) & _codecs(loaded).keys()
     for layer in KEPT:
         assert loaded.model.get_submodule(layer).weight.dtype == torch.float32
@@ -262,7 +262,7 @@ def test_codes_that_no_layer_keeps_are_quantised_anew_on_request(
     for layer in QUANTISED:
         assert plan.folded[f"{layer}.weight"].startswith(f"quantised anew, as fp8.remainder asks: {reason}")
     for layer in KEPT:
-        assert "in the compute dtype" in plan.folded[f"{layer}.weight"]
+        assert "unquantised" in plan.folded[f"{layer}.weight"]
         assert relative_l2(loaded.model.get_submodule(layer).weight, values[f"{layer}.weight"]) <= 1e-6
     why = plan.dropped[f"{QUANTISED[0]}.input_scale"]
     assert ("was calibrated with other codes" if mode == "compute" else "in the compute dtype") in why

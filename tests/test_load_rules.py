@@ -289,7 +289,7 @@ def test_a_family_that_fp8_does_not_suit(
     assert record.getMessage().endswith("[fp8=storage became off: other: it draws noise]")
     tight = slipcast.plan(_plain(tmp_path, tensors), **{**settings, "device": "cuda:8.6,1MiB"})
     assert tight.verdict is not None
-    assert tight.verdict.advice == "no setting makes them fit: fp8 is not for this family (it draws noise)"
+    assert tight.verdict.advice == "no setting makes them fit: fp8 is not for this family (other: it draws noise)"
     file = fp8_file(tensors, QUANTISED, Scaled(""))
     kept = slipcast.load(file.write(tmp_path / "fp8.safetensors"), **settings)
     assert kept.report.plan.settings["fp8"].engaged == "off"

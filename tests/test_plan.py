@@ -55,8 +55,11 @@ def test_the_published_file_in_fp8_storage(published: Path) -> None:
     assert quantised.keys() == _linears(plan) - KEPT
     assert set(quantised.values()) == {"float8_e4m3fn/row"}
     reasons = {module.path: module.reason for module in plan.modules if module.path in KEPT}
-    assert reasons["cap_embedder.1"] == "the family keeps its text embedding in the compute dtype"
-    assert reasons["t_embedder.mlp.0"] == "the family keeps its time embedding in the compute dtype"
+    assert reasons["cap_embedder.1"] == "the family keeps its text embedding unquantised"
+    assert (
+        reasons["t_embedder.mlp.0"]
+        == "the family keeps its time embedding unquantised: the forward looks at its weight's dtype"
+    )
 
 
 def test_resident_bytes_are_a_sum_over_shapes(published: Path) -> None:

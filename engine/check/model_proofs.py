@@ -254,7 +254,11 @@ def prove_patterns(subject: Subject) -> Outcome:
     lists = {path for path, module in modules if isinstance(module, nn.ModuleList | nn.Sequential)}
     wanted: list[tuple[Where, str, bool]] = []
     for role, places in family.precision.keep.items():
-        wanted += [(("precision", "keep", role, n), text, _hits(text, owners)) for n, text in enumerate(places)]
+        keys = places if isinstance(places, Mapping) else range(len(places))
+        wanted += [
+            (("precision", "keep", role, key), text, _hits(text, owners))
+            for key, text in zip(keys, places, strict=True)
+        ]
     for n, text in enumerate(family.precision.keep_fp32):
         wanted.append((("precision", "keep_fp32", n), text, _hits(text, names)))
     for n, text in enumerate(family.runtime.compile.blocks if family.runtime.compile else ()):

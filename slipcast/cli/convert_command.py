@@ -139,8 +139,11 @@ def _counts(formats: Mapping[str, int]) -> str:
 
 
 def _reasons(reasons: Mapping[str, str]) -> list[str]:
-    """Names with their reasons, those that differ in indices alone in one line."""
-    return [
-        block.pattern + (f" ({block.count})" if block.count > 1 else "") + f": {block.label}"
-        for block in collapse(reasons.items())
-    ]
+    """Names with their reasons, those that differ in indices alone in one line; a reason of several lines once."""
+    names: dict[str, list[str]] = {}
+    for block in collapse(reasons.items()):
+        names.setdefault(block.label, []).append(block.pattern + (f" ({block.count})" if block.count > 1 else ""))
+    lines: list[str] = []
+    for reason, patterns in names.items():
+        lines += [f"{patterns[0]}: {reason}"] if len(patterns) == 1 else [f"{reason}:", *(f"  {x}" for x in patterns)]
+    return lines
