@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipcast.engine.codecs.base import SCALE, Codec, multiplied
+from slipcast.engine.codecs.base import SCALE, Codec
 from slipcast.engine.codecs.float8 import Float8
+from slipcast.engine.kernels.operators import dequantise, quantise_rows
+from slipcast.engine.kernels.plain import FLOAT8
 from slipcast.engine.layers import QuantisedLinear
 from slipcast.engine.scaled_matmul import (
     ALIGNMENT,
-    FLOAT8,
     input_scale_obstacle,
-    quantise_rows,
     scaled_matmul,
     tensor_scale,
 )
@@ -169,5 +169,5 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale = ctx.saved_tensors
         one = torch.ones((), device=codes.device)
-        weight = multiplied(codes, one if scale is None else scale.view(-1, 1), gradient.dtype)
+        weight = dequantise(codes, one if scale is None else scale.view(-1, 1), gradient.dtype)
         return (gradient @ weight).to(ctx.dtype), None, None, None, None

@@ -10,7 +10,8 @@ from torch import Tensor
 from slipcast.engine.codecs.base import CODES, SCALE
 from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.devices import Device
-from slipcast.engine.scaled_matmul import quantise_rows, scaled_matmul
+from slipcast.engine.kernels.operators import quantise_rows
+from slipcast.engine.scaled_matmul import scaled_matmul
 
 _FLOAT8_CAPABILITY = (8, 9)
 _SHAPES = ((16, 16, 16), (1001, 3072, 2048))

@@ -13,14 +13,11 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FLOAT8).max
-"""448."""
+from slipcast.engine.kernels.plain import LARGEST, SMALLEST_SCALE
+
 ALIGNMENT = 16
 """The kernels need rows of whole 16 bytes, of codes and of results."""
 _PLACEHOLDER = 1.0
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Of rows of zeros: no quotient is NaN, and none overflows."""
 
 
 def input_scale_obstacle(value: float) -> str | None:
@@ -38,38 +35,10 @@ def input_scale_obstacle(value: float) -> str | None:
     return None
 
 
-def quantise_rows(rows: Tensor, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and scale of activations.
-
-    Args:
-        rows: float ``[M, K]``.
-        input_scale: a static scale for all rows, float32 ``[]``; values beyond 448 times it are clamped. None gives
-            each row its own scale, the largest magnitude of its values over 448.
-
-    Returns:
-        float8 ``[M, K]``, and the scale in float32: ``[]`` if static, else ``[M, 1]``. Rows of zeros stay zeros. Rows
-        with values that are not finite give rows without a finite value, but a static scale clamps infinities too.
-    """
-    if input_scale is not None:
-        quotients = (rows / input_scale.view(1, 1)).clamp_(-LARGEST, LARGEST)
-        return quotients.to(FLOAT8), input_scale
-    amax = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True, dtype=torch.float32)
-    scale = amax.mul_(1 / LARGEST).clamp_(min=_SMALLEST_SCALE)
-    # Within +-448 but for one rounding, which the cast takes back, so there is nothing to clamp.
-    return _rounded_quotients(rows, scale), scale
-
-
 def tensor_scale(rows: Tensor) -> Tensor:
     """One scale for all rows, float32 ``[]``: the largest magnitude over 448."""
     amax = torch.linalg.vector_norm(rows, float("inf"), dtype=torch.float32)
-    return amax.mul_(1 / LARGEST).clamp_(min=_SMALLEST_SCALE)
-
-
-def _rounded_quotients(rows: Tensor, scale: Tensor) -> Tensor:
-    """``rows / scale`` in float32, cast once. Outside a compiler, which does this by itself, it takes one kernel."""
-    if torch.compiler.is_compiling():
-        return (rows / scale).to(FLOAT8)
-    return torch.div(rows, scale, out=torch.empty(rows.shape, dtype=FLOAT8, device=rows.device))
+    return amax.mul_(1 / LARGEST).clamp_(min=SMALLEST_SCALE)
 
 
 def scaled_matmul(

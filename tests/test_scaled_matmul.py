@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipcast.engine.codecs.float8 import Float8
-from slipcast.engine.scaled_matmul import FLOAT8, input_scale_obstacle, quantise_rows, scaled_matmul
+from slipcast.engine.kernels.operators import quantise_rows
+from slipcast.engine.kernels.plain import FLOAT8
+from slipcast.engine.scaled_matmul import input_scale_obstacle, scaled_matmul
 from support.number_formats import bytes_of, e4m3, relative_l2
 
 INPUTS, OUTPUTS = 256, 48

@@ -220,16 +220,3 @@ def is_plain_float(dtype: torch.dtype) -> bool:
 def bits(tensor: Tensor) -> Tensor:
     """A view of the tensor's bits as integers of the same size, which casts of floats leave alone."""
     return tensor.view(_INTEGERS[tensor.dtype.itemsize])
-
-
-def multiplied(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``codes * scale`` computed in float32 and rounded once to ``dtype``.
-
-    The scale has as many dimensions as the codes: one without dimensions would be rounded to the codes' dtype first.
-    Codes of 8 bits are exact in float16 and bfloat16. So on a GPU one kernel can read them in the small dtype, multiply
-    in float32 and write the small dtype, with the same result and without a copy in float32.
-    """
-    if codes.is_cuda and codes.dtype.itemsize == 1 and dtype.itemsize == 2:
-        small = codes.to(dtype)
-        return torch.mul(small, scale, out=small)
-    return codes.to(torch.float32).mul_(scale).to(dtype)

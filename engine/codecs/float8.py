@@ -13,9 +13,10 @@ from typing import Self, cast
 import torch
 from torch import Tensor
 
-from slipcast.engine.codecs.base import CODES, SCALE, Part, Parts, Shape, multiplied
+from slipcast.engine.codecs.base import CODES, SCALE, Part, Parts, Shape
 from slipcast.engine.codecs.chunks import prefix, row_amax
 from slipcast.engine.codecs.scaled import Granularity, ScaledCodec
+from slipcast.engine.kernels.operators import dequantise
 from slipcast.registry.errors import QuantisationError
 
 _NAME = re.compile(
@@ -99,7 +100,7 @@ class Float8(ScaledCodec):
         if self.granularity == "none":
             return parts[CODES].to(dtype)
         if self.granularity == "block":
-            return multiplied(self._under_scales(parts[CODES]), parts[SCALE].view(-1, 1), dtype).view(shape)
+            return dequantise(self._under_scales(parts[CODES]), parts[SCALE].view(-1, 1), dtype).view(shape)
         return super().decode(parts, shape, dtype)
 
     def _under_scales(self, rows: Tensor) -> Tensor:

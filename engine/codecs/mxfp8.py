@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipcast.engine.codecs.base import CODES, SCALE, Codec, Part, Parts, Shape, bits, multiplied
+from slipcast.engine.codecs.base import CODES, SCALE, Codec, Part, Parts, Shape, bits
 from slipcast.engine.codecs.chunks import row_amax, row_chunks, scratch_for
 from slipcast.engine.codecs.swizzle import TILE_ROWS, round_up, swizzle, swizzled_shape, unswizzle
+from slipcast.engine.kernels.operators import dequantise
 
 _BLOCK = 32
 _BIAS = 127
@@ -62,7 +63,7 @@ class MXFP8(Codec):
         codes = parts[CODES][: shape[0]].reshape(-1, _BLOCK)
         exponents = unswizzle(parts[SCALE], shape[0], _padded(shape)[1] // _BLOCK)
         scale = (exponents.to(torch.int32) << 23).view(torch.float32)
-        return multiplied(codes, scale.view(-1, 1), dtype).view(shape[0], -1)[:, : shape[1]]
+        return dequantise(codes, scale.view(-1, 1), dtype).view(shape[0], -1)[:, : shape[1]]
 
     def odd_scales(self, name: str, part: Tensor, shape: Shape) -> int:  # noqa: ARG002
         """Bytes that mean NaN or too large a power."""

@@ -11,8 +11,9 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from slipcast.engine.codecs.base import CODES, SCALE, Codec, Part, Parts, Shape, bits, multiplied
+from slipcast.engine.codecs.base import CODES, SCALE, Codec, Part, Parts, Shape, bits
 from slipcast.engine.codecs.chunks import prefix, row_amax, row_chunks, scale_for, scratch_for
+from slipcast.engine.kernels.operators import dequantise
 
 Granularity = Literal["row", "tensor", "block", "none"]
 
@@ -78,7 +79,7 @@ class ScaledCodec(Codec):
         """``codes * scale`` in float32, cast once."""
         own_axis = self.axis if self.granularity == "row" else None
         scale = parts[SCALE].reshape([-1 if axis == own_axis else 1 for axis in range(len(shape))])
-        return multiplied(parts[CODES], scale, dtype)
+        return dequantise(parts[CODES], scale, dtype)
 
     def select_rows(self, parts: Parts, rows: Tensor) -> dict[str, Tensor]:
         """Rows of the codes, and of the scales where rows have their own."""
