@@ -7,6 +7,9 @@ schema: the wrapper that torch's decorator puts around an operator would cost fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,7 +66,7 @@ def _of_rows(scale: Tensor) -> bool:
 
 def _fused(tensor: Tensor) -> bool:
     """Whether a kernel takes it. In compiled code always where the compiler can't read float8 itself."""
-    if not tensor.is_cuda or not runs_kernels(tensor.device):
+    if not runs_kernels(tensor.device):
         return False
     return not torch.compiler.is_compiling() or kernels_in_compiled_code or not reads_float8(tensor.device)
 
@@ -106,7 +109,7 @@ def _fake_dequantise_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> T
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
-_OPERATORS = {
+_OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "slipcast::quantise_rows": ("(Tensor rows) -> (Tensor, Tensor)", _quantise_rows, _fake_quantise_rows),
     "slipcast::quantise_under": ("(Tensor rows, Tensor scale) -> Tensor", _quantise_under, _fake_quantise_under),
     "slipcast::dequantise_rows": (

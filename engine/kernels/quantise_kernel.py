@@ -90,21 +90,25 @@ def quantise_long_rows(
     static: tl.constexpr,
     native: tl.constexpr,
     block: tl.constexpr,
+    parts: tl.constexpr,
 ):
-    """The same for rows of more than ``block`` columns, which are read twice where the scale is not given."""
+    """The same for rows of more than ``block`` columns, which are read twice where the scale is not given.
+
+    ``parts`` says of how many blocks. It is a constant because the interpreter can't loop up to an argument.
+    """
     row = tl.program_id(0).to(tl.int64)
     if static:
         scale = tl.load(scales)
     else:
         largest = tl.zeros([block], tl.int32)
-        for first in range(0, columns, block):
-            column = first + tl.arange(0, block)
+        for part in range(parts):
+            column = part * block + tl.arange(0, block)
             values = tl.load(rows + row * row_step + column, mask=column < columns, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, _magnitude_bits(values))
         scale = _scale_of(tl.max(largest, 0).to(tl.float32, bitcast=True), factor, smallest)
         tl.store(scales + row, scale)
-    for first in range(0, columns, block):
-        column = first + tl.arange(0, block)
+    for part in range(parts):
+        column = part * block + tl.arange(0, block)
         inside = column < columns
         values = tl.load(rows + row * row_step + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(codes + row * columns + column, _codes(values, scale, static, native), mask=inside)
@@ -148,5 +152,6 @@ def launch_quantise(
         native=writes_float8(rows.device),
         block=block,
         num_warps=warps or min(16, max(1, block // (32 * _PER_THREAD))),
+        **({} if whole else {"parts": triton.cdiv(columns, block)}),
     )
     return codes, scale
