@@ -6,31 +6,31 @@ Names that stand in a file are only compared with the names that a folder lists;
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from slipcast.registry.errors import HeaderError, UnsupportedFileError
 from slipcast.registry.foreign_files import foreign_name
 from slipcast.registry.gguf_header import is_gguf_name, read_gguf
 from slipcast.registry.header import Checkpoint, Header, TensorInfo
+from slipcast.registry.pipeline_index import component_classes, index_name
 from slipcast.registry.safetensors_header import read_safetensors
 from slipcast.registry.sharded import is_index_name, read_sharded, shard_total
 from slipcast.registry.untrusted_files import list_folder, open_regular, read_json_object, status_of
 from slipcast.registry.weight_files import choose_weights, holds_weights
 
 _CONFIG_LIMIT_MIB = 4
-_PIPELINE = "model_index.json"
 _CONFIG = "config.json"
 
 
 def read_checkpoint(path: str | Path, *, limit_mib: int = 100) -> Checkpoint:
     """What ``path`` holds, without reading a weight.
 
-    A folder with a ``model_index.json`` is a pipeline: one header for each of its components that has weights. Of a
-    component that lies there in several variants (``model.safetensors``, ``model.fp16.safetensors``) the plain one is
-    taken; a file of another variant can be named itself. Any other folder is the one model in it.
+    A folder with a ``model_index.json`` or ``modular_model_index.json`` is a pipeline: one header for each of its
+    components that has weights. Of a component that lies there in several variants (``model.safetensors``,
+    ``model.fp16.safetensors``) the plain one is taken; a file of another variant can be named itself. Any other folder
+    is the one model in it.
 
     Args:
         path: a .safetensors or .gguf file, a .safetensors.index.json, a component's folder or a pipeline's folder.
@@ -44,8 +44,9 @@ def read_checkpoint(path: str | Path, *, limit_mib: int = 100) -> Checkpoint:
     status = status_of(path)
     if not stat.S_ISDIR(status.st_mode):
         return Checkpoint(path, MappingProxyType({"": _read_file(path, limit_mib)}))
-    if _PIPELINE in list_folder(path):
-        return _read_pipeline(path, limit_mib)
+    index = index_name(list_folder(path))
+    if index is not None:
+        return _read_pipeline(path, index, limit_mib)
     return Checkpoint(path, MappingProxyType({"": _read_folder(path, limit_mib)}))
 
 
@@ -115,12 +116,12 @@ def _read_folder(folder: Path, limit_mib: int) -> Header:
     return Header(folder, "diffusers folder", header.files, header.tensors, header.metadata, MappingProxyType(config))
 
 
-def _read_pipeline(folder: Path, limit_mib: int) -> Checkpoint:
-    classes = _classes(read_json_object(folder / _PIPELINE, limit_mib=_CONFIG_LIMIT_MIB))
+def _read_pipeline(folder: Path, index: str, limit_mib: int) -> Checkpoint:
+    classes = component_classes(read_json_object(folder / index, limit_mib=_CONFIG_LIMIT_MIB))
     components = [name for name in list_folder(folder) if name in classes and _is_component(folder / name)]
     if not components:
         raise UnsupportedFileError(
-            f"none of the components that {_PIPELINE} names has weights in this folder",
+            f"none of the components that {index} names has weights in this folder",
             expected="a folder for each component, with its weights",
             hint="Download the whole pipeline; the folders may be missing or hold pointers only.",
             path=folder,
@@ -132,12 +133,3 @@ def _read_pipeline(folder: Path, limit_mib: int) -> Checkpoint:
 
 def _is_component(folder: Path) -> bool:
     return stat.S_ISDIR(status_of(folder).st_mode) and holds_weights(folder)
-
-
-def _classes(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """The entries of a ``model_index.json`` of the form ``name: [library, class]``; absent components hold nulls."""
-    return {
-        name: (value[0], value[1])
-        for name, value in index.items()
-        if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
-    }

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from slipcast.registry.errors import HeaderError, SlipcastError, UnsupportedFileError
+from slipcast.registry.pipeline_index import index_name
 from slipcast.registry.sharded import is_index_name, read_weight_map
 from slipcast.registry.untrusted_files import list_folder
 from slipcast.registry.weight_files import choose_weights, is_weights
@@ -53,7 +54,7 @@ def _look_into(folder: Path, limit_mib: int) -> tuple[list[Path], list[Path]]:
         names = list_folder(folder)
     except HeaderError:
         return [folder], []
-    if "model_index.json" in names or ("config.json" in names and _is_one_model(folder, names, limit_mib)):
+    if index_name(names) is not None or ("config.json" in names and _is_one_model(folder, names, limit_mib)):
         return [folder], []
     listed = {shard for name in names if is_index_name(name) for shard in _shards(folder / name, limit_mib)}
     files = [folder / name for name in names if is_weights(name) and name not in listed]

@@ -107,6 +107,31 @@ class IdentificationError(SlipcastError):
         super().__init__(found, expected=expected, hint=hint, path=path, items=items)
 
 
+class CompanionError(SlipcastError):
+    """A part of a pipeline that is missing, or is not what the pipeline needs; the message says what would be.
+
+    Args:
+        roles: the pipeline's own names of the parts that are meant.
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str,
+        hint: str,
+        path: str | Path | None = None,
+        items: Iterable[str] = (),
+        roles: tuple[str, ...] = (),
+    ) -> None:
+        self.roles = roles
+        super().__init__(found, expected=expected, hint=hint, path=path, items=items)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the base class does, with ``roles``."""
+        return {**super().to_dict(), "roles": list(self.roles)}
+
+
 class DocumentError(SlipcastError):
     """A YAML or JSON document that slipcast reads is wrong; ``line`` and ``field`` say where.
 

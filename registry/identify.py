@@ -72,13 +72,17 @@ class Match:
         return "/".join(filter(None, (self.component, self.part)))
 
 
-def identify(checkpoint: Checkpoint, catalogue: Catalogue, *, family: str | None = None) -> tuple[Match, ...]:
+def identify(
+    checkpoint: Checkpoint, catalogue: Catalogue, *, family: str | None = None, needed: str | None = None
+) -> tuple[Match, ...]:
     """Find the models that a checkpoint holds.
 
     Args:
         checkpoint: the headers, as ``read_checkpoint`` gives them.
         catalogue: every known family.
         family: ask this family alone; it must still find its evidence.
+        needed: what a pipeline needs, ``ID`` or ``ID/VARIANT``: of a model of that family this variant is taken
+            where no tensor shows another.
 
     Returns:
         One match for each model in a file, and for each recognised component of a pipeline folder. Never empty.
@@ -92,7 +96,7 @@ def identify(checkpoint: Checkpoint, catalogue: Catalogue, *, family: str | None
     for component, header in checkpoint.headers.items():
         bundles = assemble(header)
         try:
-            matches += _identify_header(header, component, bundles, asked)
+            matches += _identify_header(header, component, bundles, asked, needed)
         except IdentificationError as error:
             failures.append(error)
     ambiguous = [failure for failure in failures if failure.candidates]
@@ -101,7 +105,9 @@ def identify(checkpoint: Checkpoint, catalogue: Catalogue, *, family: str | None
     return tuple(matches)
 
 
-def _identify_header(header: Header, component: str, bundles: Bundles, catalogue: Catalogue) -> Iterator[Match]:
+def _identify_header(
+    header: Header, component: str, bundles: Bundles, catalogue: Catalogue, needed: str | None
+) -> Iterator[Match]:
     path = header.path / component if component else header.path
     architecture = header.metadata.get(ARCHITECTURE)
     answers = ask(bundles.weights, plausible(bundles.weights, catalogue), architecture)
@@ -112,7 +118,15 @@ def _identify_header(header: Header, component: str, bundles: Bundles, catalogue
         raise claimed_twice(path, claims)
     for claim in claims:
         part = claim.prefix.removesuffix(".") if len(claims) > 1 else ""
-        yield _match(header, component, bundles, claim, part, wanted_variant(claim, claims, header.path))
+        wanted = wanted_variant(claim, claims, header.path) or _needed_variant(claim, needed)
+        yield _match(header, component, bundles, claim, part, wanted)
+
+
+def _needed_variant(claim: Answer, needed: str | None) -> VariantChoice | None:
+    """The variant that a pipeline needs of a model, if it needs that model."""
+    id_, _, variant = (needed or "").partition("/")
+    known = id_ == claim.family.id and variant in claim.family.variants
+    return VariantChoice(variant, "the pipeline needs it", False) if known else None
 
 
 def are_apart(one: Answer | Match, other: Answer | Match) -> bool:

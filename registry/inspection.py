@@ -134,8 +134,13 @@ class Identified:
         return self.matches[0]
 
 
-def identify_path(path: str | Path, settings: Settings) -> Identified:
+def identify_path(path: str | Path, settings: Settings, *, needed: str | None = None) -> Identified:
     """Read the headers that a path holds and identify them.
+
+    Args:
+        path: as for ``read_checkpoint``.
+        settings: families, family, component and header_limit_mib matter.
+        needed: as for ``identify``.
 
     Raises:
         SettingsError: the settings ask for a family or a component that is not there.
@@ -144,7 +149,7 @@ def identify_path(path: str | Path, settings: Settings) -> Identified:
     catalogue = load_catalogue(settings.families)
     checkpoint = read_checkpoint(path, limit_mib=settings.header_limit_mib)
     _check_family(settings.family, catalogue)
-    matches = identify(checkpoint, catalogue, family=settings.family)
+    matches = identify(checkpoint, catalogue, family=settings.family, needed=needed)
     known = matches if settings.family is None else _identified(checkpoint, catalogue)
     if settings.component is not None:
         matches = _only(settings.component, matches)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    StringConstraints,
+    model_validator,
+)
 
 from slipcast.registry.forms import of_form
+from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.validation import mistake
 
 _Text = Annotated[str, StringConstraints(min_length=1)]
 _Argument = Annotated[str, *of_form(r"^[a-z][a-z0-9_]*$", "the name of an argument")]
+_Arguments = Annotated[
+    Mapping[_Argument, JsonValue], AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, Any])
+]
 _Pipeline = Annotated[str, *of_form(r"^[A-Z][A-Za-z0-9]*$", "the name of a pipeline's class, without its library")]
 
 
@@ -69,6 +83,25 @@ class Sampling(_Section):
     pipeline: _Pipeline | None = None
     """The diffusers pipeline."""
 
+    image_to_image: _Pipeline | None = None
+    """The diffusers pipeline that starts from a picture; made of the same components."""
+
+    denoiser: _Argument = "transformer"
+    """The pipeline's argument for the denoiser."""
+
+    arguments: _Arguments = Field(default_factory=FrozenMapping)
+    """The pipeline's arguments that are no components, such as `{is_distilled: true}`."""
+
+    optional: Annotated[tuple[_Argument, ...], Field(strict=False)] = ()
+    """Companions that the pipeline does without, by role."""
+
+    scheduler: _Arguments | None = None
+    """The scheduler's arguments, as published with the weights. Left out where they are not known: a scheduler is then
+    made from a file alone."""
+
+    negative_prompt: str | None = None
+    """What pictures are guided away from where nobody says; left out where the pipeline has a value of its own."""
+
     steps: int | None = Field(default=None, ge=1)
     """Number of denoising steps."""
 
@@ -86,3 +119,7 @@ class Sampling(_Section):
 
     size_multiple: int | None = Field(default=None, ge=1)
     """Pixels of which width and height are multiples."""
+
+    def joined(self, other: Sampling) -> Sampling:
+        """These facts with those that another section, of a variant, says otherwise."""
+        return self.model_copy(update={name: getattr(other, name) for name in other.model_fields_set})

@@ -270,7 +270,7 @@ def entries_for(layer: Layer, checkpoint: Path) -> Iterator[Layer]:
 def _variables() -> dict[str, str]:
     """Every environment variable that is a setting's, and that setting; a section with a mode has one as well."""
     keys = [key for key in setting_names() if key != "models"]
-    keys += [name for name, kind in sections().items() if "mode" in kind.model_fields]
+    keys += [name for name, kind in sections().items() if hasattr(kind, "BARE_WORD")]
     return {variable(key): key for key in keys}
 
 
@@ -316,11 +316,9 @@ def _nested(values: Mapping[str, Any], locate: Callable[[Where], Place]) -> dict
 
 
 def _section(name: str, value: Any) -> Any:
-    """A section's value, with a single word in its place as the mode."""
-    kind = sections().get(name)
-    if kind is not None and "mode" in kind.model_fields and not isinstance(value, Mapping):
-        return {"mode": value}
-    return value
+    """A section's value, with a single word in its place as the setting that it stands for."""
+    word = getattr(sections().get(name), "BARE_WORD", None)
+    return {word: value} if word is not None and not isinstance(value, Mapping) else value
 
 
 def _flat(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -329,7 +327,9 @@ def _flat(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     for name, raw in data.items():
         value = _section(name, raw)
         if name in sections() and isinstance(value, Mapping):
-            flat.update({f"{name}.{inner}": item for inner, item in value.items()})
+            for inner, item in value.items():
+                key = f"{name}.{inner}"
+                flat[key] = _absolute(item, folder) if key in PATHS else item
         elif name == "models" and isinstance(value, Mapping):
             flat[name] = {
                 pattern: _flat(entry, folder) if isinstance(entry, Mapping) else entry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, Strict, StringConstraints
 
@@ -39,6 +39,8 @@ class _Section(BaseModel):
 class Fp8Settings(_Section):
     """Weights in 8 bits. A bare word stands for the mode: `fp8: storage`."""
 
+    BARE_WORD: ClassVar[str] = "mode"
+
     mode: Literal["auto", "off", "storage", "compute"]
     """auto: a checkpoint in fp8 stays as it is. off: weights in the compute dtype. storage: weights in float8_e4m3fn
     with a scale for each output row. compute: as storage, and products on the GPU's fp8 cores where it has them."""
@@ -48,6 +50,57 @@ class Fp8Settings(_Section):
 
     hints: Literal["follow", "ignore"]
     """Whether layers that a checkpoint's producer marks for full precision multiply in the compute dtype."""
+
+
+class CompanionSettings(_Section):
+    """Where a pipeline's parts lie, by its own names. A bare word stands for the folder: `companions: FOLDER`."""
+
+    BARE_WORD: ClassVar[str] = "folder"
+
+    folder: Text | None
+    """A diffusers folder for whatever else does not give."""
+
+    transformer_2: Text | None
+    """The second denoiser of pipelines that have two."""
+
+    text_conditioner: Text | None
+    """What stands between text encoder and denoiser."""
+
+    text_encoder: Text | None
+    """The text encoder, or the first of several."""
+
+    text_encoder_2: Text | None
+    """The second text encoder."""
+
+    text_encoder_3: Text | None
+    """The third text encoder."""
+
+    text_encoder_4: Text | None
+    """The fourth text encoder."""
+
+    vae: Text | None
+    """The VAE."""
+
+    tokenizer: Text | None
+    """The tokenizer of the first text encoder."""
+
+    tokenizer_2: Text | None
+    """The tokenizer of the second text encoder."""
+
+    tokenizer_3: Text | None
+    """The tokenizer of the third text encoder."""
+
+    tokenizer_4: Text | None
+    """The tokenizer of the fourth text encoder."""
+
+    t5_tokenizer: Text | None
+    """A second tokenizer for the same prompt."""
+
+    processor: Text | None
+    """The processor of a text encoder that takes pictures too."""
+
+    scheduler: Text | None
+    """The scheduler."""
 
 
 class Settings(_Section):
@@ -83,6 +136,9 @@ class Settings(_Section):
     families: Texts
     """Folders of more family files, read beside the built-in ones."""
 
+    companions: CompanionSettings
+    """Where a pipeline's parts lie that are not found by themselves."""
+
     device_reserve_mib: int = Field(ge=0)
     """Memory in MiB that the runtime itself takes on a GPU."""
 
@@ -102,8 +158,8 @@ class Settings(_Section):
 NOT_PER_MODEL = frozenset({"schema_version", "preset", "models"})
 """Settings that an entry of ``models`` can't have: they decide which entries there are."""
 
-PATHS = frozenset({"families"})
-"""Settings that hold folders, relative to the file that names them."""
+PATHS = frozenset({"families", *(f"companions.{role}" for role in CompanionSettings.model_fields)})
+"""Settings that hold files or folders, relative to the file that names them."""
 
 
 def sections() -> dict[str, type[BaseModel]]:

@@ -5,7 +5,8 @@
     transformer = slipcast.load("model.safetensors", fp8="storage").model
 
 ``inspect`` says what a file is, ``plan`` what loading it would do, to the byte, and ``load`` does it. ``convert``
-writes it in another naming or format, and ``check`` proves family files. Importing this package imports neither torch
+writes it in another naming or format, ``pipeline`` makes the whole diffusers pipeline around it, and ``check`` proves
+family files. Importing this package imports neither torch
 nor diffusers; all but ``inspect`` do when they are called.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipcast.api import check, compute_dtype, convert, inspect, load, plan
+    from slipcast.api import check, compute_dtype, convert, inspect, load, pipeline, plan, status
     from slipcast.engine.check.proof import CheckedFamily
     from slipcast.engine.convert import Converted
     from slipcast.engine.plan import Plan
@@ -36,7 +37,9 @@ __all__ = [
     "convert",
     "inspect",
     "load",
+    "pipeline",
     "plan",
+    "status",
 ]
 
 _HOMES = {
@@ -45,7 +48,9 @@ _HOMES = {
     "convert": "slipcast.api",
     "inspect": "slipcast.api",
     "load": "slipcast.api",
+    "pipeline": "slipcast.api",
     "plan": "slipcast.api",
+    "status": "slipcast.api",
     "CheckedFamily": "slipcast.engine.check.proof",
     "Converted": "slipcast.engine.convert",
     "Plan": "slipcast.engine.plan",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from slipcast.engine.check.proof import CheckedFamily
     from slipcast.engine.convert import Converted
-    from slipcast.engine.plan import Plan
+    from slipcast.engine.plan import Decision, Plan
     from slipcast.engine.report import Loaded
     from slipcast.engine.wanted import Scale, Spelling
     from slipcast.registry.claims import Layout
@@ -112,6 +112,57 @@ def load(
     for note in notes:
         logger.warning("%s", note)
     return Loaded(model, report)
+
+
+def pipeline(
+    path: str | Path,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+    **settings: Any,
+) -> Any:
+    """Make the diffusers pipeline of a denoiser: its text encoders, VAE, tokenizers and scheduler around it.
+
+    Each part is taken from the setting ``companions``, the pipeline's folder, the same file, or what lies beside the
+    file, and goes through the same plan and load, with a precision of its own. Nothing is downloaded.
+
+    Args:
+        path: a denoiser's file or folder, a file of several models, or a pipeline's folder.
+        progress: called with the bytes read so far and in all, after each chunk.
+        cancelled: asked after each chunk; once it says True this ends with ``LoadCancelled`` and leaves nothing.
+        settings: those of the denoiser, as for ``plan``, and ``companions``: a folder, or paths by the pipeline's own
+            names of its parts.
+
+    Returns:
+        A pipeline of the class that the family names, such as diffusers itself would make; ``status`` says what became
+        of each setting.
+
+    Raises:
+        CompanionError: parts are missing, or not what the pipeline needs, with what would satisfy each.
+        SlipcastError: as ``load`` does.
+    """
+    from slipcast.engine.described_device import refuse_described
+
+    resolved = resolve(path, settings)
+    refuse_described(resolved.device)
+    from slipcast.engine.pipeline.assemble import assemble
+    from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
+
+    return assemble(make_pipeline_plan(path, resolved), progress=progress, cancelled=cancelled)
+
+
+def status(pipe: Any) -> dict[str, Decision]:
+    """What became of each setting of a pipeline: requested, engaged, reason.
+
+    Args:
+        pipe: what ``pipeline`` returned.
+
+    Raises:
+        CompanionError: slipcast did not make it.
+    """
+    from slipcast.engine.pipeline.assemble import pipeline_status
+
+    return pipeline_status(pipe)
 
 
 def convert(

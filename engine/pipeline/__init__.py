@@ -1,0 +1,1 @@
+"""Pipelines: planned part by part, then put together."""

@@ -1,0 +1,177 @@
+"""Puts a planned pipeline together: loads each part as the plan says, and makes the diffusers pipeline of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slipcast.engine.build import model_class
+from slipcast.engine.devices import resolve_device
+from slipcast.engine.loader import Progress, execute
+from slipcast.engine.measure import Peaks
+from slipcast.engine.pipeline.classes import (
+    is_modular,
+    own_arguments,
+    pipeline_class,
+    processor_class,
+    scheduler_class,
+)
+from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, PlannedPart
+from slipcast.engine.plan import Decision
+from slipcast.engine.report import Report, make_report
+from slipcast.registry.companions import Companion
+from slipcast.registry.errors import CompanionError, SlipcastError
+
+logger = logging.getLogger("slipcast")
+_RECORD = "_slipcast_record"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRecord:
+    """What is known of a pipeline that was put together here.
+
+    Attributes:
+        plan: what it was made by.
+        reports: role -> report of each model that slipcast loaded.
+        status: setting -> what became of it; whoever engages one writes it here.
+    """
+
+    plan: PipelinePlan
+    reports: Mapping[str, Report]
+    status: dict[str, Decision]
+
+
+def assemble(
+    plan: PipelinePlan, *, progress: Progress | None = None, cancelled: Callable[[], bool] | None = None
+) -> Any:
+    """Load the parts of a pipeline and put them together.
+
+    Args:
+        plan: of the pipeline.
+        progress: called with the bytes read so far and in all, of the models that slipcast loads.
+        cancelled: asked as they are read; once it says True this ends with ``LoadCancelled`` and leaves nothing.
+
+    Returns:
+        A pipeline of the class that the plan names, with every model in eval mode on the plan's device.
+
+    Raises:
+        CompanionError: a tokenizer, scheduler or model can't be made of its folder.
+        SlipcastError: whatever loading a model raises.
+    """
+    parts: dict[str, Any] = {}
+    reports: dict[str, Report] = {}
+    so_far = _Sum(plan, progress)
+    for role, part in plan.parts.items():
+        if part.plan is not None:
+            parts[role], reports[role] = _load(part, so_far.of_next(), cancelled)
+            so_far.add(part)
+        else:
+            parts[role] = _from_library(part, plan)
+    pipe = _build(plan, parts)
+    setattr(pipe, _RECORD, PipelineRecord(plan, reports, dict(plan.settings)))
+    logger.info("%s of %s, %s bytes on %s", plan.pipeline, ", ".join(parts), f"{plan.nbytes:,}", plan.device)
+    return pipe
+
+
+def pipeline_record(pipe: Any) -> PipelineRecord:
+    """What is known of a pipeline.
+
+    Raises:
+        CompanionError: the pipeline was not made by slipcast.
+    """
+    record = getattr(pipe, _RECORD, None)
+    if not isinstance(record, PipelineRecord):
+        raise CompanionError(
+            f"a {type(pipe).__name__} that slipcast did not put together",
+            expected="what slipcast.pipeline returned",
+            hint="make it with slipcast.pipeline",
+        )
+    return record
+
+
+def pipeline_status(pipe: Any) -> dict[str, Decision]:
+    """What became of each setting: requested, engaged, reason.
+
+    Raises:
+        CompanionError: the pipeline was not made by slipcast.
+    """
+    return dict(pipeline_record(pipe).status)
+
+
+class _Sum:
+    """Progress over several loads as one."""
+
+    def __init__(self, plan: PipelinePlan, progress: Progress | None) -> None:
+        self._total = sum(part.plan.bytes.read for part in plan.parts.values() if part.plan is not None)
+        self._done, self._progress = 0, progress
+
+    def of_next(self) -> Progress | None:
+        progress = self._progress
+        return None if progress is None else lambda read, _: progress(self._done + read, self._total)
+
+    def add(self, part: PlannedPart) -> None:
+        assert part.plan is not None
+        self._done += part.plan.bytes.read
+
+
+def _load(
+    part: PlannedPart, progress: Progress | None, cancelled: Callable[[], bool] | None
+) -> tuple[torch.nn.Module, Report]:
+    assert part.plan is not None
+    assert part.companion.match is not None
+    with Peaks(resolve_device(part.plan.device)[0]) as peaks:
+        model, notes = execute(part.plan, part.companion.match.header, progress=progress, cancelled=cancelled)
+    report = make_report(part.plan, model, peaks, notes)
+    logger.info("%s: %s", part.role, report.summary())
+    for note in notes:
+        logger.warning("%s: %s", part.role, note)
+    return model, report
+
+
+def _from_library(part: PlannedPart, plan: PipelinePlan) -> Any:
+    """A part that its own library reads: from local files, without pickles, without code from the folder."""
+    companion = part.companion
+    try:
+        if companion.kind == "scheduler":
+            return _scheduler(companion)
+        if companion.kind == "tokenizer":
+            return processor_class(companion.class_name).from_pretrained(str(companion.path), local_files_only=True)
+        dtype = getattr(torch, plan.compute_dtype)
+        kind: Any = model_class(companion.class_name)
+        options = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
+        return kind.from_pretrained(str(companion.path), **options).to(plan.device).eval()
+    except SlipcastError:
+        raise
+    except Exception as error:  # whatever the library finds wrong with the folder
+        raise CompanionError(
+            f"{companion.class_name} can't be made of the {companion.role}: {type(error).__name__}: {error}",
+            expected="a folder with all its files, as it was published",
+            hint=f"download the folder again, or name another by the setting companions.{companion.role}",
+            path=companion.path,
+            roles=(companion.role,),
+        ) from error
+
+
+def _scheduler(companion: Companion) -> Any:
+    kind = scheduler_class(companion.class_name)
+    if companion.path is None:
+        return kind(**companion.arguments)
+    return kind.from_pretrained(str(companion.path), local_files_only=True)
+
+
+def _build(plan: PipelinePlan, parts: Mapping[str, Any]) -> Any:
+    kind = pipeline_class(plan.pipeline)
+    if is_modular(kind):
+        pipe = kind()
+        pipe.update_components(**parts)
+        return pipe
+    empty = {
+        name: None
+        for name, parameter in own_arguments(kind).items()
+        if name not in parts and name not in plan.arguments and parameter.default is parameter.empty
+    }
+    return kind(**parts, **plan.arguments, **empty)

@@ -1,0 +1,73 @@
+"""The classes that parts of a pipeline are made of: public ones of diffusers and transformers, of the kind that fits.
+
+Names of classes also come from files that nobody vouches for; no name is imported that is not one of these.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from slipcast.registry.errors import CompanionError
+
+_LIBRARIES = ("diffusers", "transformers")
+
+
+def pipeline_class(name: str) -> Any:
+    """A pipeline of diffusers, modular ones included.
+
+    Raises:
+        CompanionError: the installed version has none of the name.
+    """
+    diffusers = importlib.import_module("diffusers")
+    return _public(f"diffusers.{name}", (diffusers.DiffusionPipeline, diffusers.ModularPipeline), "a pipeline")
+
+
+def is_modular(kind: type) -> bool:
+    """Whether a pipeline is put together of blocks, and takes its parts after it is made."""
+    return issubclass(kind, importlib.import_module("diffusers").ModularPipeline)
+
+
+def scheduler_class(name: str) -> Any:
+    """A scheduler, by ``diffusers.Name``.
+
+    Raises:
+        CompanionError: it is none.
+    """
+    return _public(name, (importlib.import_module("diffusers").SchedulerMixin,), "a scheduler")
+
+
+def processor_class(name: str) -> Any:
+    """A tokenizer or another processor of inputs, by ``transformers.Name``.
+
+    Raises:
+        CompanionError: it is none.
+    """
+    transformers = importlib.import_module("transformers")
+    kinds = (
+        transformers.PreTrainedTokenizerBase,
+        transformers.ProcessorMixin,
+        transformers.image_processing_base.ImageProcessingMixin,
+    )
+    return _public(name, kinds, "a tokenizer or processor")
+
+
+def own_arguments(kind: type) -> Mapping[str, inspect.Parameter]:
+    """What the constructor of a pipeline takes, by name."""
+    parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    return {name: parameter for name, parameter in parameters.items() if name != "self"}
+
+
+def _public(name: str, kinds: tuple[type, ...], what: str) -> Any:
+    library, _, attribute = name.partition(".")
+    if library in _LIBRARIES and attribute.isidentifier() and not attribute.startswith("_"):
+        found = getattr(importlib.import_module(library), attribute, None)
+        if isinstance(found, type) and issubclass(found, kinds):
+            return found
+    raise CompanionError(
+        f"the class {name!r}",
+        expected=f"{what} of " + " or ".join(_LIBRARIES),
+        hint="install the version of the library that has the class, or name another folder by the setting companions",
+    )

@@ -1,0 +1,235 @@
+"""The plan of a pipeline: each of its parts, from where, in which precision, and how many bytes. Reads no weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipcast.engine.devices import resolve_device
+from slipcast.engine.pipeline.classes import (
+    is_modular,
+    own_arguments,
+    pipeline_class,
+    processor_class,
+    scheduler_class,
+)
+from slipcast.engine.pipeline.part_settings import companion_settings, denoiser_settings
+from slipcast.engine.plan import Decision, Plan
+from slipcast.engine.planner import make_plan
+from slipcast.registry.checkpoint import read_checkpoint
+from slipcast.registry.companions import Companion
+from slipcast.registry.errors import CompanionError
+from slipcast.registry.found_pipeline import FoundPipeline, find_pipeline
+from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.settings import Settings
+
+_SETTINGS = ("device", "dtype", "fp8")
+"""Settings whose decisions for the denoiser are those of the pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPart:
+    """One part of a pipeline, and how it is loaded.
+
+    Attributes:
+        companion: what it is, and where it was found.
+        plan: of a model that slipcast loads; None of one without a family, of a tokenizer and of a scheduler, which
+            their own library reads.
+        nbytes: bytes of its parameters and buffers once it is loaded; of a model without a plan an estimate.
+    """
+
+    companion: Companion
+    plan: Plan | None
+    nbytes: int
+
+    @property
+    def role(self) -> str:
+        """The pipeline's own name of it."""
+        return self.companion.role
+
+    @property
+    def loaded_by(self) -> str:
+        """Who reads it: slipcast, diffusers or transformers."""
+        return "slipcast" if self.plan is not None else self.companion.class_name.partition(".")[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; of the plan only what concerns the whole model, as 'slipcast plan' gives the rest."""
+        part, plan = self.companion, self.plan
+        data: dict[str, Any] = {
+            "kind": part.kind,
+            "class": part.class_name,
+            "family": part.family,
+            "variant": part.match.variant if part.match is not None else None,
+            "path": None if part.path is None else str(part.path),
+            "component": part.component,
+            "found": part.found,
+            "loaded_by": self.loaded_by,
+            "bytes": self.nbytes,
+        }
+        if part.kind == "scheduler":
+            data["arguments"] = dict(part.arguments)
+        if plan is not None:
+            data["device"], data["compute_dtype"], data["precisions"] = plan.device, plan.compute_dtype, plan.precisions
+            data["settings"] = {name: decision.model_dump() for name, decision in plan.settings.items()}
+            data["notes"] = list(plan.notes)
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """Everything that putting a pipeline together does.
+
+    Attributes:
+        found: the path, the family's facts and the parts.
+        pipeline: name of the diffusers class.
+        arguments: of its constructor, those that are no parts.
+        parts: role -> part, the denoiser first.
+        absent: roles that stay empty, with the reason.
+        settings: what becomes of each setting that bears on the pipeline.
+        device: torch's name of the device that it computes on.
+        compute_dtype: torch's name of the dtype that the denoiser computes in.
+    """
+
+    found: FoundPipeline
+    pipeline: str
+    arguments: Mapping[str, Any]
+    parts: Mapping[str, PlannedPart]
+    absent: Mapping[str, str]
+    settings: Mapping[str, Decision]
+    device: str
+    compute_dtype: str
+
+    @property
+    def denoiser(self) -> PlannedPart:
+        """The denoiser, or the first of two."""
+        return next(iter(self.parts.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract of ``slipcast generate --dry-run --json``."""
+        return {
+            "path": str(self.found.path),
+            "family": self.found.family.id,
+            "variant": self.found.variant,
+            "pipeline": self.pipeline,
+            "arguments": dict(self.arguments),
+            "parts": {role: part.to_json() for role, part in self.parts.items()},
+            "absent": dict(self.absent),
+            "settings": {name: decision.model_dump() for name, decision in self.settings.items()},
+            "device": self.device,
+            "compute_dtype": self.compute_dtype,
+            "bytes": self.nbytes,
+        }
+
+
+def make_pipeline_plan(path: str | Path, settings: Settings) -> PipelinePlan:
+    """Plan a pipeline: find its parts, and plan the load of each.
+
+    Args:
+        path: a denoiser's file or folder, a file of several models, or a pipeline's folder.
+        settings: those of the denoiser; other models compute in its dtype and stay as quantised as their files.
+
+    Raises:
+        CompanionError: parts are missing, or not what the pipeline needs.
+        SlipcastError: whatever finding and planning each part raises.
+    """
+    found = find_pipeline(path, settings)
+    kind = pipeline_class(found.pipeline)
+    first = found.denoiser
+    denoiser = make_plan(_match(first), denoiser_settings(settings, first), others=first.beside)
+    parts = {first.role: PlannedPart(first, denoiser, denoiser.bytes.resident)}
+    for part in found.parts[1:]:
+        parts[part.role] = _plan_part(part, settings, denoiser)
+    arguments = _arguments(kind, found)
+    _refuse_unknown(kind, found, arguments)
+    return PipelinePlan(
+        found=found,
+        pipeline=found.pipeline,
+        arguments=FrozenMapping(arguments),
+        parts=FrozenMapping(parts),
+        absent=found.absent,
+        settings=FrozenMapping({name: denoiser.settings[name] for name in _SETTINGS}),
+        device=resolve_device(settings.device)[0].name,
+        compute_dtype=denoiser.compute_dtype,
+    )
+
+
+def _plan_part(part: Companion, settings: Settings, denoiser: Plan) -> PlannedPart:
+    if part.kind == "scheduler":
+        scheduler_class(part.class_name)
+        return PlannedPart(part, None, 0)
+    if part.kind == "tokenizer":
+        processor_class(part.class_name)
+        return PlannedPart(part, None, 0)
+    if part.match is None:
+        return PlannedPart(part, None, _bytes_of_folder(part, settings, denoiser.compute_dtype))
+    second = part.match.family.kind == "denoiser"
+    own = denoiser_settings(settings, part) if second else companion_settings(settings, part, denoiser)
+    plan = make_plan(part.match, own, others=part.beside)
+    return PlannedPart(part, plan, plan.bytes.resident)
+
+
+def _match(part: Companion) -> Any:
+    assert part.match is not None  # a pipeline begins from an identified denoiser
+    return part.match
+
+
+def _bytes_of_folder(part: Companion, settings: Settings, dtype: str) -> int:
+    """What the weights of a folder take in a dtype."""
+    assert part.path is not None
+    headers = read_checkpoint(part.path, limit_mib=settings.header_limit_mib).headers
+    elements = sum(tensor.elements for header in headers.values() for tensor in header.tensors.values())
+    size: int = getattr(torch, dtype).itemsize
+    return elements * size
+
+
+def _arguments(kind: type, found: FoundPipeline) -> dict[str, Any]:
+    """Of the family's and the folder's values those that the class takes, and that are no parts."""
+    known = own_arguments(kind)
+    roles = {part.role for part in found.parts} | found.absent.keys()
+    return {name: value for name, value in found.arguments.items() if name in known and name not in roles}
+
+
+def _refuse_unknown(kind: type, found: FoundPipeline, arguments: Mapping[str, Any]) -> None:
+    """Refuse parts that the class does not take, and a class that takes others than the family names.
+
+    Raises:
+        CompanionError: it names them.
+    """
+    known = kind()._component_specs.keys() if is_modular(kind) else own_arguments(kind).keys()
+    unknown = [part.role for part in found.parts if part.role not in known]
+    lacking = [] if is_modular(kind) else list(_lacking(kind, found, arguments))
+    if unknown or lacking:
+        raise CompanionError(
+            f"{found.pipeline} "
+            + " and ".join(
+                filter(
+                    None,
+                    (
+                        f"takes no {', '.join(unknown)}" if unknown else "",
+                        f"wants {', '.join(lacking)} as well" if lacking else "",
+                    ),
+                )
+            ),
+            expected=f"the parts that {found.family.title} names: {', '.join(part.role for part in found.parts)}",
+            hint="install another version of diffusers, or correct companions: in the family file",
+            path=found.path,
+            roles=(*unknown, *lacking),
+        )
+
+
+def _lacking(kind: type, found: FoundPipeline, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Parts that a class can't do without."""
+    given = {part.role for part in found.parts} | found.absent.keys() | arguments.keys()
+    optional = set(getattr(kind, "_optional_components", ()))
+    for name, parameter in own_arguments(kind).items():
+        if parameter.default is parameter.empty and name not in given and name not in optional:
+            yield name

@@ -1,0 +1,175 @@
+"""A denoiser with all that its pipeline needs, found without torch: the path, its family's facts, and each part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipcast.registry.catalogue import Catalogue, load_catalogue
+from slipcast.registry.companion_search import CompanionSearch
+from slipcast.registry.companions import Companion
+from slipcast.registry.errors import CompanionError, HeaderError, IdentificationError
+from slipcast.registry.family import Family
+from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.identify import Match
+from slipcast.registry.inspection import identify_path
+from slipcast.registry.pipeline_index import PipelineIndex, read_index
+from slipcast.registry.runtime import Sampling
+from slipcast.registry.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPipeline:
+    """What a pipeline is made of.
+
+    Attributes:
+        path: what the user named.
+        family: the family that describes the pipeline: the denoiser's, or the one whose pipeline a folder names.
+        variant: a variant of it, or None.
+        sampling: what it is sampled with.
+        pipeline: name of the diffusers class.
+        arguments: the pipeline's arguments that are no parts.
+        parts: every part, the denoiser first.
+        absent: roles that stay empty, with the reason.
+    """
+
+    path: Path
+    family: Family
+    variant: str | None
+    sampling: Sampling
+    pipeline: str
+    arguments: Mapping[str, Any]
+    parts: tuple[Companion, ...]
+    absent: Mapping[str, str]
+
+    @property
+    def denoiser(self) -> Companion:
+        """The denoiser."""
+        return self.parts[0]
+
+
+def find_companions(path: str | Path, settings: Settings) -> tuple[Companion, ...]:
+    """The parts of the pipeline of a denoiser, the denoiser first; see ``find_pipeline``."""
+    return find_pipeline(path, settings).parts
+
+
+def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
+    """Find what a pipeline is made of.
+
+    Each part is taken from the first of these that has it: the setting ``companions.ROLE``; the pipeline's folder,
+    where the path is one or lies in one; the same file; the setting ``companions.folder``; what lies beside the file.
+    A scheduler is otherwise made from the family's arguments, a tokenizer taken from its text encoder's folder.
+
+    Args:
+        path: a denoiser's file or folder, a file of several models, or a pipeline's folder.
+        settings: families, family, component, companions and header_limit_mib matter.
+
+    Raises:
+        CompanionError: parts are missing, or not what the pipeline needs: all of them, with what would satisfy each.
+        IdentificationError: the path holds no denoiser, or one whose family has no pipeline.
+        SlipcastError: whatever reading and identifying raises.
+    """
+    path = Path(path)
+    identified = identify_path(path, settings)
+    main = identified.main
+    if main.family.kind != "denoiser":
+        raise IdentificationError(
+            f"a {main.family.kind.replace('_', ' ')}, {main.family.title}, and no denoiser",
+            expected="a denoiser, from which a pipeline begins",
+            hint="name the denoiser's file, and this one by the setting companions",
+            path=path,
+        )
+    index = _index_around(path)
+    family, variant, sampling = _description(main, index, load_catalogue(settings.families))
+    pipeline = _pipeline_class(family, sampling, index, path)
+    needed = dict(family.companions)
+    needed |= family.variants[variant].companions if variant is not None else {}
+    inside = index is not None and index.folder == path
+    denoiser = Companion(
+        role=main.component if inside else sampling.denoiser,
+        kind="model",
+        class_name=main.family.model,
+        found="in the pipeline's folder" if inside else "the path itself",
+        path=path,
+        match=main,
+        beside=identified.beside,
+    )
+    search = CompanionSearch(path, identified, index, sampling, settings)
+    parts, absent = search.find_all(needed)
+    return FoundPipeline(
+        path=path,
+        family=family,
+        variant=variant,
+        sampling=sampling,
+        pipeline=pipeline,
+        arguments=FrozenMapping({**sampling.arguments, **_listed_arguments(index)}),
+        parts=(denoiser, *parts),
+        absent=FrozenMapping(absent),
+    )
+
+
+def _index_around(path: Path) -> PipelineIndex | None:
+    """The index of a pipeline's folder, or of the one that a component's folder lies in."""
+    index = read_index(path)
+    if index is not None or not path.is_dir():
+        return index
+    try:
+        around = read_index(path.resolve().parent)
+    except HeaderError:
+        return None
+    return around if around is not None and path.name in around.classes else None
+
+
+def _description(main: Match, index: PipelineIndex | None, catalogue: Catalogue) -> tuple[Family, str | None, Sampling]:
+    """The family and variant whose facts hold for the pipeline: those that a folder's class is of, else the denoiser's.
+
+    Two families can share a denoiser's class and tensors, and differ in the pipeline around it.
+    """
+    own = _sampling(main.family, main.variant)
+    if index is None or not index.pipeline or index.pipeline in (own.pipeline, own.image_to_image):
+        return main.family, main.variant, own
+    relatives = [family for id_ in catalogue if (family := catalogue[id_]).model == main.family.model]
+    for family in sorted(relatives, key=lambda family: family.id != main.family.id):
+        for variant in _variants(family):
+            if _sampling(family, variant).pipeline == index.pipeline:
+                return family, variant, _sampling(family, variant)
+    return main.family, main.variant, own
+
+
+def _variants(family: Family) -> Iterator[str | None]:
+    """The variants of a family, the one that is assumed first."""
+    yield from sorted(family.variants, key=lambda name: not family.variants[name].default)
+    if not family.variants:
+        yield None
+
+
+def _sampling(family: Family, variant: str | None) -> Sampling:
+    own = family.sampling or Sampling()
+    return own if variant is None else own.joined(family.variants[variant].sampling)
+
+
+def _pipeline_class(family: Family, sampling: Sampling, index: PipelineIndex | None, path: Path) -> str:
+    if sampling.pipeline is None:
+        raise IdentificationError(
+            f"{family.title}, whose family file names no pipeline",
+            expected="a family whose sampling: names a pipeline of diffusers",
+            hint="load the denoiser alone, with slipcast.load, or add the pipeline to the family file",
+            path=path,
+        )
+    if index is None or index.pipeline in ("", sampling.pipeline, sampling.image_to_image):
+        return sampling.pipeline
+    raise CompanionError(
+        f"a folder of the pipeline {index.pipeline!r}",
+        expected=f"one that {family.title} has: {sampling.pipeline}"
+        + (f" or {sampling.image_to_image}" if sampling.image_to_image else ""),
+        hint="name the denoiser in it, as FOLDER/transformer, and the parts by the setting companions",
+        path=index.folder,
+        roles=(sampling.denoiser,),
+    )
+
+
+def _listed_arguments(index: PipelineIndex | None) -> dict[str, Any]:
+    """The plain values of a folder's index; which of them the class takes is seen when it is built."""
+    return {} if index is None else dict(index.arguments)
