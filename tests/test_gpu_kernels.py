@@ -13,10 +13,11 @@ from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.codecs.int8 import Int8
 from slipcast.engine.codecs.mxfp8 import MXFP8
+from slipcast.engine.codecs.nvfp4 import NVFP4
 from slipcast.engine.devices import resolve_device
 from slipcast.engine.fp8_compute import enable_compute_
 from slipcast.engine.fp8_probe import probe_fp8
-from slipcast.engine.kernels import operators, plain
+from slipcast.engine.kernels import operators, plain, plain_nvfp4
 from slipcast.engine.kernels.dequantise_kernel import Tile, launch_dequantise
 from slipcast.engine.kernels.quantise_kernel import WHOLE_ROW
 from slipcast.engine.kernels.targets import runs_kernels
@@ -109,6 +110,19 @@ def test_weights_are_dequantised_to_the_same_bits(shape: tuple[int, int], dtype:
             assert_same_bits(values, plain.dequantise(each, scales.view(-1, 1), dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["comfy", "linear"])
+@pytest.mark.parametrize("shape", [(5, 32), (130, 80), (3, 48), (1000, 3840)], ids=str)
+def test_weights_in_nvfp4_are_dequantised_to_the_same_bits(
+    shape: tuple[int, int], layout: str, dtype: torch.dtype
+) -> None:
+    parts = NVFP4(layout).encode(random(*shape))
+    codes = torch.randint(0, 256, parts["codes"].shape).to(torch.uint8).cuda()
+    scale = torch.randint(0, 256, parts["scale"].shape).to(torch.uint8).cuda().view(plain.FLOAT8)
+    given = (codes, scale, parts["scale_2"], *shape, layout == "comfy", dtype)
+    assert_same_bits(OPERATORS.dequantise_nvfp4(*given), plain_nvfp4.dequantise(*given))
+
+
 def test_codes_decoded_by_bits_are_those_that_instructions_decode() -> None:
     codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(plain.FLOAT8).repeat(3, 1)
     scale = torch.tensor([1.0, 0.3, 1e-6], device="cuda")
@@ -140,7 +154,10 @@ def test_torch_takes_them_for_operators(dtype: torch.dtype) -> None:
     torch.library.opcheck(OPERATORS.dequantise_rows.default, (integers, random(5), dtype))
 
 
-CODECS = [Float8("row"), Float8("tensor"), Float8("block", block=32), Int8("row"), MXFP8()]
+CODECS = [
+    *(Float8("row"), Float8("tensor"), Float8("block", block=32)),
+    *(Int8("row"), MXFP8(), NVFP4("comfy"), NVFP4("linear")),
+]
 
 
 def layer_of(codec: Codec, compute: bool = False, static: float | None = None) -> nn.Module:

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.codecs.int8 import Int8
+from slipcast.engine.codecs.nvfp4 import NVFP4
 from slipcast.engine.fp8_compute import enable_compute_
-from slipcast.engine.kernels import operators, plain
+from slipcast.engine.kernels import operators, plain, plain_nvfp4
 from slipcast.engine.layers import quantise_module_
 from support.number_formats import bytes_of
 
@@ -48,6 +49,15 @@ def test_operators_are_sound_and_compute_what_plain_torch_does(shape: tuple[int,
     torch.library.opcheck(OPERATORS.quantise_under.default, (rows, scale))
     integers = torch.ones(shape, dtype=torch.int8)
     torch.library.opcheck(OPERATORS.dequantise_rows.default, (integers, of_rows.flatten(), dtype))
+    packed, of_all = torch.ones(shape[0], 8, dtype=torch.uint8), torch.tensor(0.5)
+    blocks = torch.ones(shape[0], 1).to(plain.FLOAT8)
+    utilities = (
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )  # float8 can't be compared
+    given = (packed, blocks, of_all, shape[0], 16, False, dtype)
+    torch.library.opcheck(OPERATORS.dequantise_nvfp4.default, given, test_utils=utilities)
 
 
 @pytest.fixture
@@ -55,9 +65,10 @@ def as_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Call the operators on the CPU too, where they compute plainly, and say which were called."""
     called: list[str] = []
     monkeypatch.setattr(operators, "_fused", lambda _tensor: True)
-    for name in ("quantise_rows", "quantise_under", "dequantise"):
-        original = getattr(plain, name)
-        monkeypatch.setattr(plain, name, lambda *given, n=name, o=original: called.append(n) or o(*given))
+    plainly = [(plain, "quantise_rows"), (plain, "quantise_under"), (plain, "dequantise"), (plain_nvfp4, "dequantise")]
+    for module, name in plainly:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, n=name, o=original: called.append(n) or o(*given))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield called
@@ -77,6 +88,7 @@ LAYERS = {
     "storage under one scale": (lambda: layer_of(Float8("tensor")), "dequantise"),
     "storage under scales of blocks": (lambda: layer_of(Float8("block", block=16)), "dequantise"),
     "int8": (lambda: layer_of(Int8("row")), "dequantise"),
+    "nvfp4": (lambda: layer_of(NVFP4("comfy")), "dequantise"),
     "compute": (lambda: layer_of(Float8("row"), compute=True), "quantise_rows"),
     "compute under a static scale": (lambda: layer_of(Float8("row"), True, 0.02), "quantise_under"),
 }

@@ -13,7 +13,7 @@ from triton.backends import backends  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from slipcast.engine.kernels import dequantise_kernel, quantise_kernel  # noqa: E402
+from slipcast.engine.kernels import dequantise_kernel, nvfp4_kernel, quantise_kernel  # noqa: E402
 
 NVIDIA = [75, 80, 86, 89, 90, 120]
 AMD = ["gfx90a", "gfx942", "gfx1100", "gfx1201"]
@@ -51,6 +51,15 @@ def dequantising(target: Any) -> Iterator[tuple[Any, dict[str, str], dict[str, A
                 yield dequantise_kernel.dequantise, signature, {"one_scale": one_scale, **chosen}
 
 
+def dequantising_nvfp4(target: Any) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:
+    for dtype in FLOATS:
+        signature = {"codes": "*u8", "scales": "*u8", "scale_2": "*fp32", "values": f"*{dtype}"}
+        signature |= {"lines": "i32", "blocks": "i32", "columns": "i32"}
+        for comfy in (False, True):
+            constants = {"comfy": comfy, "native": reads_float8(target), "block_lines": 256}
+            yield nvfp4_kernel.dequantise_nvfp4, signature, constants
+
+
 def compiled(target: Any, kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> Any:
     types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in types if name not in constants}
@@ -63,7 +72,7 @@ def test_kernels_compile(target: Any) -> None:
     if ("nvidia" if target.backend == "cuda" else "amd") not in backends:
         pytest.skip("this Triton has no backend for it")
     last = "cubin" if target.backend == "cuda" else "hsaco"
-    for case in (*quantising(target), *dequantising(target)):
+    for case in (*quantising(target), *dequantising(target), *dequantising_nvfp4(target)):
         assert compiled(target, *case).asm[last], case
 
 

@@ -13,17 +13,16 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import pad
 
 from slipcast.engine.codecs.base import CODES, SCALE, Codec, Part, Parts, Shape, count_odd
 from slipcast.engine.codecs.chunks import row_amax, row_chunks, scale_for, scratch_for
-from slipcast.engine.codecs.constants import kept
 from slipcast.engine.codecs.swizzle import TILE_ROWS, round_up, swizzle, swizzled_shape, unswizzle
+from slipcast.engine.kernels.operators import dequantise_nvfp4
+from slipcast.engine.kernels.plain_nvfp4 import BLOCK
 
 SCALE_2 = "scale_2"
 
-_BLOCK = 16
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST = 6.0
 _LARGEST_SCALE = 448.0
 _NAN = 0x7F
@@ -65,13 +64,13 @@ class NVFP4(Codec):
         """Blocks lie in the rows of a matrix; the linear layout can't pad them."""
         if len(shape) != 2 or prod(shape) == 0:
             return "it is not a matrix with elements"
-        if self.layout == "linear" and shape[1] % _BLOCK:
-            return f"blocks of {_BLOCK} columns don't divide it, and the linear layout has no padding"
+        if self.layout == "linear" and shape[1] % BLOCK:
+            return f"blocks of {BLOCK} columns don't divide it, and the linear layout has no padding"
         return None
 
     def _parts(self, shape: Shape) -> dict[str, Part]:
         rows, columns = self._padded(shape)
-        grid = (rows, columns // _BLOCK)
+        grid = (rows, columns // BLOCK)
         return {
             CODES: Part(torch.uint8, (rows, columns // 2)),
             SCALE: Part(torch.float8_e4m3fn, swizzled_shape(*grid) if self.layout == "comfy" else grid),
@@ -84,11 +83,8 @@ class NVFP4(Codec):
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         """``magnitude * scale * scale_2`` in float32, without the padding, cast once."""
-        codes = parts[CODES][: shape[0]]
-        scale = self._grid(parts[SCALE], shape).to(torch.float32) * parts[SCALE_2]
-        values = embedding(codes.to(torch.int32), _pairs(self.layout, codes.device))
-        blocks = values.view(-1, _BLOCK).mul_(scale.view(-1, 1)).to(dtype)
-        return blocks.view(shape[0], -1)[:, : shape[1]]
+        comfy = self.layout == "comfy"
+        return dequantise_nvfp4(parts[CODES], parts[SCALE], parts[SCALE_2], shape[0], shape[1], comfy, dtype)
 
     def odd_scales(self, name: str, part: Tensor, shape: Shape) -> int:
         """Of the blocks' scales only bytes that have the sign bit, or mean NaN, are worth a closer look."""
@@ -121,18 +117,18 @@ class NVFP4(Codec):
 
     def _padded_parts(self, codes: Tensor, grid: Tensor, scale_2: Tensor) -> dict[str, Tensor]:
         """The parts of codes and scales that lie row by row, both as bytes."""
-        padding = self._padded((codes.shape[0], _BLOCK))[0] - codes.shape[0]
+        padding = self._padded((codes.shape[0], BLOCK))[0] - codes.shape[0]
         scale = self._stored(grid.view(torch.float8_e4m3fn))
         return {CODES: pad(codes, (0, 0, 0, padding)), SCALE: scale, SCALE_2: scale_2}
 
     def _encode(self, weight: Tensor) -> dict[str, Tensor]:
         rows, columns = self._padded(tuple(weight.shape))
         padded = pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))
-        blocks = padded.reshape(rows, -1, _BLOCK)
+        blocks = padded.reshape(rows, -1, BLOCK)
         grid = torch.empty(blocks.shape[:2], dtype=torch.float8_e4m3fn, device=weight.device)
         codes = torch.empty((rows, columns // 2), dtype=torch.uint8, device=weight.device)
         scratch = scratch_for(blocks)
-        amax = torch.cat([row_amax(blocks[chunk].reshape(-1, _BLOCK), scratch) for chunk in row_chunks(blocks)])
+        amax = torch.cat([row_amax(blocks[chunk].reshape(-1, BLOCK), scratch) for chunk in row_chunks(blocks)])
         scale_2 = scale_for(amax.amax(), _LARGEST * _LARGEST_SCALE)
         grid.copy_((amax / torch.full_like(amax, _LARGEST) / scale_2).view(grid.shape))
         scale = grid.to(torch.float32) * scale_2
@@ -142,7 +138,7 @@ class NVFP4(Codec):
 
     def _grid(self, stored: Tensor, shape: Shape) -> Tensor:
         """The scales of the rows of a shape, in their own order."""
-        columns = round_up(shape[1], _BLOCK) // _BLOCK
+        columns = round_up(shape[1], BLOCK) // BLOCK
         return unswizzle(stored, shape[0], columns) if self.layout == "comfy" else stored[: shape[0]]
 
     def _stored(self, grid: Tensor) -> Tensor:
@@ -150,21 +146,13 @@ class NVFP4(Codec):
 
     def _padded(self, shape: Shape) -> tuple[int, int]:
         return (
-            (round_up(shape[0], _BLOCK), round_up(shape[1], _BLOCK)) if self.layout == "comfy" else (shape[0], shape[1])
+            (round_up(shape[0], BLOCK), round_up(shape[1], BLOCK)) if self.layout == "comfy" else (shape[0], shape[1])
         )
 
     def _packed(self, codes: Tensor) -> Tensor:
         """Codes ``[n, blocks, 16]`` as bytes ``[n, blocks * 8]``."""
         even, odd = codes.view(codes.shape[0], -1, 2).unbind(2)
         return (even << 4) | odd if self.layout == "comfy" else (odd << 4) | even
-
-
-@kept
-def _pairs(layout: str, device: torch.device) -> Tensor:
-    """For each byte the values of its two columns, float32 ``[256, 2]``."""
-    values = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=device)
-    high, low = values.repeat_interleave(16), values.repeat(16)
-    return torch.stack((high, low) if layout == "comfy" else (low, high), dim=1)
 
 
 def _nearest_codes(values: Tensor, scale: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Quantising and dequantising rows: by a fused kernel where the device runs one, else in plain torch, to the same bits.
 
-The kernels are registered with torch as operators, ``slipcast::quantise_rows``, ``slipcast::quantise_under`` and
-``slipcast::dequantise_rows``, so that ``torch.compile`` traces through them and fake tensors pass. They are defined by
-schema: the wrapper that torch's decorator puts around an operator would cost four times as much in every call.
+The kernels are registered with torch as operators, ``slipcast::quantise_rows``, ``slipcast::quantise_under``,
+``slipcast::dequantise_rows`` and ``slipcast::dequantise_nvfp4``, so that ``torch.compile`` traces through them and fake
+tensors pass. They are defined by schema: the wrapper that torch's decorator puts around an operator would cost four
+times as much in every call.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipcast.engine.kernels import plain
+from slipcast.engine.kernels import plain, plain_nvfp4
 from slipcast.engine.kernels.targets import reads_float8, runs_kernels
 
 kernels_in_compiled_code = False
@@ -59,6 +60,26 @@ def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return plain.dequantise(codes, scale, dtype)
 
 
+def dequantise_nvfp4(
+    codes: Tensor, scale: Tensor, scale_2: Tensor, rows: int, columns: int, comfy: bool, dtype: torch.dtype
+) -> Tensor:
+    """``magnitude * (scale * scale_2)`` computed in float32 and rounded once to ``dtype``, without the padding.
+
+    Args:
+        codes: uint8, two columns a byte, with ``rows`` rows or more.
+        scale: float8_e4m3fn, one for each 16 columns of a row.
+        scale_2: float32 ``[]``.
+        rows: of the weight.
+        columns: of the weight.
+        comfy: whether the even column lies in the high nibble and scales are swizzled; else neither.
+        dtype: float16, bfloat16, float32 or float64.
+    """
+    fused = _fused(codes) and dtype in _VALUES
+    operator = torch.ops.slipcast.dequantise_nvfp4.default if fused else plain_nvfp4.dequantise
+    values: Tensor = operator(codes, scale, scale_2, rows, columns, comfy, dtype)
+    return values
+
+
 def _of_rows(scale: Tensor) -> bool:
     """Whether scales lie along the first axis alone."""
     return scale.ndim >= 2 and scale.numel() == scale.shape[0]
@@ -97,6 +118,16 @@ def _dequantise_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     return launch_dequantise(codes, scale, dtype)
 
 
+def _dequantise_nvfp4(
+    codes: Tensor, scale: Tensor, scale_2: Tensor, rows: int, columns: int, comfy: bool, dtype: torch.dtype
+) -> Tensor:
+    if not runs_kernels(codes.device):
+        return plain_nvfp4.dequantise(codes, scale, scale_2, rows, columns, comfy, dtype)
+    from slipcast.engine.kernels.nvfp4_kernel import launch_dequantise_nvfp4
+
+    return launch_dequantise_nvfp4(codes, scale, scale_2, rows, columns, comfy, dtype)
+
+
 def _fake_quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape, dtype=plain.FLOAT8), rows.new_empty((rows.shape[0], 1), dtype=torch.float32)
 
@@ -109,6 +140,18 @@ def _fake_dequantise_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> T
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
+def _fake_dequantise_nvfp4(
+    codes: Tensor,
+    scale: Tensor,  # noqa: ARG001
+    scale_2: Tensor,  # noqa: ARG001
+    rows: int,
+    columns: int,
+    comfy: bool,  # noqa: ARG001
+    dtype: torch.dtype,
+) -> Tensor:
+    return codes.new_empty((rows, columns), dtype=dtype)
+
+
 _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "slipcast::quantise_rows": ("(Tensor rows) -> (Tensor, Tensor)", _quantise_rows, _fake_quantise_rows),
     "slipcast::quantise_under": ("(Tensor rows, Tensor scale) -> Tensor", _quantise_under, _fake_quantise_under),
@@ -116,6 +159,12 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         "(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
         _dequantise_rows,
         _fake_dequantise_rows,
+    ),
+    "slipcast::dequantise_nvfp4": (
+        "(Tensor codes, Tensor scale, Tensor scale_2, SymInt rows, SymInt columns, bool comfy, ScalarType dtype)"
+        " -> Tensor",
+        _dequantise_nvfp4,
+        _fake_dequantise_nvfp4,
     ),
 }
 for _name, (_schema, _implementation, _fake) in _OPERATORS.items():

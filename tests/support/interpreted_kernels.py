@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipcast.engine.kernels import float8_bits, plain, quantise_kernel
+from slipcast.engine.codecs.nvfp4 import NVFP4
+from slipcast.engine.kernels import float8_bits, plain, plain_nvfp4, quantise_kernel
 from slipcast.engine.kernels.dequantise_kernel import Tile, launch_dequantise
+from slipcast.engine.kernels.nvfp4_kernel import launch_dequantise_nvfp4
 from slipcast.engine.kernels.quantise_kernel import launch_quantise
 
 try:
@@ -111,9 +113,24 @@ def compare_dequantised() -> None:
     assert launch_dequantise(codes[:0], torch.ones(0), torch.float32).shape == (0, 256)
 
 
+def compare_nvfp4() -> None:
+    random = torch.Generator().manual_seed(0)
+    for layout in ("comfy", "linear"):
+        for rows, columns in ((5, 32), (130, 80), (33, 112), (3, 41)):
+            if layout == "linear" and columns % 16:
+                continue
+            parts = NVFP4(layout).encode(torch.randn(rows, columns, generator=random))
+            codes = torch.randint(0, 256, parts["codes"].shape, generator=random).to(torch.uint8)
+            scale = torch.randint(0, 256, parts["scale"].shape, generator=random).to(torch.uint8).view(plain.FLOAT8)
+            for dtype in (torch.float32, torch.float16):
+                given = (codes, scale, parts["scale_2"], rows, columns, layout == "comfy", dtype)
+                assert_same(launch_dequantise_nvfp4(*given), plain_nvfp4.dequantise(*given), given[3:])
+
+
 if __name__ == "__main__":
     compare_odd_rows()
     compare_shapes()
     compare_encoding()
     compare_dequantised()
+    compare_nvfp4()
     print("compared")
