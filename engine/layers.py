@@ -37,6 +37,8 @@ class QuantisedModule(nn.Module):
     compute_dtype: torch.dtype
     full_precision: bool = False
     weight: Tensor
+    _places: tuple[tuple[str, str], ...]
+    """Each part's name with that of the tensor which holds it."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         """Of the plain class's arguments make a plain layer.
@@ -78,6 +80,7 @@ class QuantisedModule(nn.Module):
                 ),
                 hint=f"give all tensors of {self.codec.name}, as the layer's expected_tensors() lists them",
             )
+        self._places = tuple((name, tensor_name(name)) for name in self.codec.parts(self.weight_shape))
         for name, tensor in tensors.items():
             if name == WEIGHT:
                 self._parameters[name] = Codes(tensor)
@@ -86,10 +89,15 @@ class QuantisedModule(nn.Module):
 
     def parts(self) -> dict[str, Tensor]:
         """The weight as its codec takes it. Detached: to a forward the codes are constants."""
-        return {name: getattr(self, tensor_name(name)).detach() for name in self.codec.parts(self.weight_shape)}
+        return {name: _tensor(self, tensor).detach() for name, tensor in self._places}
 
     def dequantised_weight(self) -> Tensor:
-        """The weight in the compute dtype, as a new tensor of the logical shape."""
+        """The weight in the compute dtype, as a new tensor of the logical shape.
+
+        Not in a buffer that layers share: autograd keeps the weight of a product with an input that takes a gradient,
+        a compiler or a recorded graph would keep the buffer, and two streams would write it at once. Nor is there need:
+        torch's allocator gives the place of one layer's weight to the next one's, as soon as it is let go.
+        """
         return self.codec.decode(self.parts(), self.weight_shape, self.compute_dtype)
 
     def extra_repr(self) -> str:
