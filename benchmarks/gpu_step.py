@@ -229,17 +229,9 @@ def show(result: dict[str, Any]) -> None:
     width, height = result["sizes"][0]
     print(f"One forward at {width} x {height}, batch 1:\n")
     rows = [_row(name, of_contender) for name, of_contender in result["contenders"].items()]
-    columns = (
-        "",
-        "ms",
-        "all rounds",
-        "against bf16",
-        "relative L2",
-        "host, ms",
-        "peak beside weights, MiB",
-        "weights, MiB",
-    )
-    print_table((*columns, "first forward, s", "graphs: first, second size, later sizes"), rows)
+    memory = ("peak beside weights, MiB", "weights, MiB")
+    columns = ("", "ms", "all rounds", "against bf16", "relative L2", "host, ms", *memory, "first forward, s")
+    print_table((*columns, "graphs: first, second size, later sizes"), rows)
     for name, reason in result["failed"].items():
         print(f"\n{name} failed: {reason}")
 
