@@ -224,7 +224,7 @@ def train(arguments: argparse.Namespace) -> tuple[ZImageTransformer2DModel, Tens
 
     started = time.perf_counter()
     losses: list[Tensor] = []
-    for step, rows in enumerate(batches(len(images), arguments, generator)):
+    for step, rows in enumerate(batches(len(images), arguments.steps, arguments.batch, generator)):
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(step, arguments.steps, arguments.learning_rate)
         loss = flow_matching_loss(forward, model, images[rows], digits[rows], generator)
@@ -244,15 +244,15 @@ def train(arguments: argparse.Namespace) -> tuple[ZImageTransformer2DModel, Tens
     return average.cpu(), captions.cpu()
 
 
-def batches(count: int, arguments: argparse.Namespace, generator: torch.Generator) -> Iterator[Tensor]:
+def batches(count: int, steps: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Row numbers of each step's batch: the images in a new random order again and again, across the seams."""
     waiting = torch.empty(0, dtype=torch.long, device=generator.device)
-    for _ in range(arguments.steps):
-        while len(waiting) < arguments.batch:
+    for _ in range(steps):
+        while len(waiting) < batch:
             order = torch.randperm(count, generator=generator, device=generator.device)
             waiting = torch.cat([waiting, order])
-        yield waiting[: arguments.batch]
-        waiting = waiting[arguments.batch :]
+        yield waiting[:batch]
+        waiting = waiting[batch:]
 
 
 @torch.no_grad()

@@ -261,8 +261,7 @@ def test_loss_is_zero_for_the_true_velocity(script):
 
 
 def test_every_image_is_seen_once_before_any_is_seen_twice(script):
-    arguments = type("Arguments", (), {"steps": 6, "batch": 4})
-    rows = torch.cat(list(script.batches(8, arguments, torch.Generator().manual_seed(0))))
+    rows = torch.cat(list(script.batches(8, 6, 4, torch.Generator().manual_seed(0))))
     assert [sorted(rows[start : start + 8].tolist()) for start in (0, 8, 16)] == [list(range(8))] * 3
 
 

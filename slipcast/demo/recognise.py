@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sklearn.svm import SVC
 
 IMAGE_SIZE = 16
+PICTURE_SIZE = 64
 DIGITS = 10
 
 _BRIGHTEST = 16.0
@@ -31,11 +32,33 @@ def real_digits() -> tuple[Tensor, Tensor]:
         Images ``[1797, 1, 16, 16]``, float32 in [-1, 1] (-1 is the paper, 1 the pen), enlarged from 8 x 8 by bicubic
         interpolation, and their labels ``[1797]``, int64.
     """
+    return _digits_of_size(IMAGE_SIZE)
+
+
+def enlarged_digits() -> tuple[Tensor, Tensor]:
+    """As `real_digits`, at the size that the demonstration's pipeline draws: images ``[1797, 1, 64, 64]``."""
+    return _digits_of_size(PICTURE_SIZE)
+
+
+def as_recognised(pictures: Tensor) -> Tensor:
+    """The pictures of the pipeline as the classifier takes them.
+
+    Args:
+        pictures: ``[n, channels, height, width]`` in [-1, 1], height and width multiples of 16.
+
+    Returns:
+        The mean of the channels, each pixel the mean of those that it covers, ``[n, 1, 16, 16]`` in [-1, 1].
+    """
+    grey = pictures.float().clamp(-1, 1).mean(dim=1, keepdim=True)
+    return torch.nn.functional.adaptive_avg_pool2d(grey, IMAGE_SIZE)
+
+
+def _digits_of_size(size: int) -> tuple[Tensor, Tensor]:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / (_BRIGHTEST / 2) - 1
-    enlarged = torch.nn.functional.interpolate(images, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bicubic")
+    enlarged = torch.nn.functional.interpolate(images, size=(size, size), mode="bicubic")
     return enlarged.clamp(-1, 1), torch.from_numpy(labels).long()
 
 
