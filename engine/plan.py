@@ -200,6 +200,7 @@ class Request(_Frozen):
     fp8_mode: str
     fp8_remainder: str
     fp8_hints: str
+    compile: str
     mmap: bool
     unexpected: tuple[str, ...]
     chunk_mib: int | None
@@ -217,6 +218,7 @@ class Plan(_Frozen):
         settings: each setting that bears on the load: requested, engaged, reason.
         device: torch's name of the device.
         compute_dtype: torch's name of the dtype that the model computes in.
+        compiled: names of the classes whose blocks are compiled when they are first called.
         modules: precision of each module.
         targets: where each tensor of the model comes from, in the model's order.
         tensors: what becomes of each tensor of the file.
@@ -231,6 +233,7 @@ class Plan(_Frozen):
     settings: dict[str, Decision]
     device: str
     compute_dtype: str
+    compiled: tuple[str, ...] = ()
     modules: tuple[Module, ...]
     targets: tuple[Target, ...]
     tensors: tuple[FileTensor, ...]

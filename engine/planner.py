@@ -12,6 +12,7 @@ from slipcast.engine.accounting import Accounts, account
 from slipcast.engine.budget import growth_notes, predict_bytes, weigh_verdict
 from slipcast.engine.build import build_on_meta, unknown_arguments
 from slipcast.engine.codecs.base import Codec
+from slipcast.engine.compile_decision import decide_compile
 from slipcast.engine.devices import resolve_device
 from slipcast.engine.file_codec import file_codec
 from slipcast.engine.fp8_probe import probe_fp8
@@ -79,6 +80,8 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
     refuse_other_kinds(match, accounts, {**tensors.parameters, **tensors.persistent})
     dtype = decide_dtype(settings.dtype, match.family.precision, match.bundles.values(), device, saved.compute_dtype)
     fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values(), lambda: probe_fp8(device))
+    classes = {type(module).__name__ for module in model.modules()}
+    compile_, compiled = decide_compile(settings.compile, match.family.runtime.compile, classes, device, dtype.engaged)
     mmap = decide_mmap(settings.mmap, device)
     threads = decide_threads(settings.threads)
     chunk = decide_chunk(settings.chunk_mib, device)
@@ -107,12 +110,14 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
             "dtype": dtype,
             "fp8": fp8,
             **({"fp8.remainder": modules.remainder} if modules.remainder is not None else {}),
+            "compile": compile_,
             "mmap": mmap,
             "threads": threads,
             "chunk_mib": chunk,
         },
         device=device.name,
         compute_dtype=dtype.engaged,
+        compiled=compiled,
         modules=modules.modules,
         targets=targets,
         tensors=tuple(_fates(match, targets, accounts, modules.by_weight)),
@@ -204,6 +209,7 @@ def _request(settings: Settings) -> Request:
         fp8_mode=settings.fp8.mode,
         fp8_remainder=settings.fp8.remainder,
         fp8_hints=settings.fp8.hints,
+        compile=settings.compile,
         mmap=settings.mmap,
         unexpected=tuple(settings.unexpected),
         chunk_mib=settings.chunk_mib,

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from slipcast.engine.compiled_blocks import CompiledBlocks
 from slipcast.engine.measure import Peaks, count_bytes
 from slipcast.engine.plan import Plan
 
 _MIB = 2**20
-_REFUSABLE = frozenset({"dtype", "fp8"})
+_REFUSABLE = frozenset({"dtype", "fp8", "compile"})
 """Requests that can be refused. Others are only made more exact, as cuda is, or have no bearing, as mmap on a GPU."""
 
 
@@ -28,6 +29,8 @@ class Report:
         seconds: duration of the load, after imports.
         differences: where the outcome is not what was planned, as sentences; empty in a load that kept its word.
         notes: what a user should know of the values that were read, as sentences; the plan has notes of its own.
+        compiled: what says how each class of compiled blocks runs, at any time; None where none is compiled. A block is
+            compiled in its first forward, so what fails there is seen after the load.
     """
 
     plan: Plan
@@ -37,6 +40,7 @@ class Report:
     seconds: float
     differences: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    compiled: CompiledBlocks | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The contract of ``slipcast load --json``: the plan's, and the outcome."""
@@ -47,6 +51,7 @@ class Report:
             "seconds": self.seconds,
             "differences": list(self.differences),
             "notes": [*self.plan.notes, *self.notes],
+            "compile": {} if self.compiled is None else self.compiled.to_dict(),
         }
 
     def summary(self) -> str:
@@ -92,7 +97,13 @@ class Loaded:
         return f"<Loaded {type(self.model).__name__}: {plan.origin.family}, {precisions}, {size}>"
 
 
-def make_report(plan: Plan, model: nn.Module, peaks: Peaks, notes: tuple[str, ...] = ()) -> Report:
+def make_report(
+    plan: Plan,
+    model: nn.Module,
+    peaks: Peaks,
+    notes: tuple[str, ...] = (),
+    compiled: CompiledBlocks | None = None,
+) -> Report:
     """Count the model and compare it with its plan; ``notes`` is what was seen while it was loaded."""
     resident = count_bytes(model)
     return Report(
@@ -103,6 +114,7 @@ def make_report(plan: Plan, model: nn.Module, peaks: Peaks, notes: tuple[str, ..
         seconds=peaks.seconds,
         differences=tuple(_differences(plan, model, resident)),
         notes=notes,
+        compiled=compiled,
     )
 
 

@@ -94,6 +94,7 @@ def load(
         resolved = _settings_of_plan(plan, resolved, settings)
     refuse_described(resolved.device)
     identified = identify_path(path, resolved)
+    from slipcast.engine.compiled_blocks import compile_planned_
     from slipcast.engine.devices import resolve_device  # imports torch, which what is refused should not wait for
     from slipcast.engine.loader import execute
     from slipcast.engine.measure import Peaks
@@ -107,7 +108,7 @@ def load(
     device, _ = resolve_device(plan.request.device)
     with Peaks(device) as peaks:
         model, notes = execute(plan, identified.main.header, progress=progress, cancelled=cancelled)
-    report = make_report(plan, model, peaks, notes)
+    report = make_report(plan, model, peaks, notes, compile_planned_(model, plan))
     logger.info("%s", report.summary())
     for note in notes:
         logger.warning("%s", note)

@@ -15,7 +15,18 @@ from support.tiny_z_image import natively, tiny_tensors, write_native
 
 TEXT = (Path(__file__).parents[1] / "docs" / "json.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
-BY_NAME = {"formats", "config", "modules", "dropped", "folded", "synthesised", "settings", "left_out", "stayed"}
+BY_NAME = {
+    "formats",
+    "config",
+    "modules",
+    "dropped",
+    "folded",
+    "synthesised",
+    "settings",
+    "left_out",
+    "stayed",
+    "compile",
+}
 """Keys of objects whose own keys are names, of which an example shows some."""
 
 
@@ -99,9 +110,11 @@ def test_plan(folder, device):
     agree("plan", {key: value for key, value in real.items() if key not in inner})
 
 
-def test_load(model):
+def test_load(model, monkeypatch):
+    monkeypatch.setenv("CXX", "sh")  # a program that is there: nothing is compiled before a forward
     plan = json_of("plan", model, "--device", "cpu")
-    real = json_of("load", model, "--device", "cpu")
+    real = json_of("load", model, "--device", "cpu", "--set", "compile=blocks")
+    assert real["compile"]
     assert plan.keys() < real.keys()
     agree("load", {key: value for key, value in real.items() if key not in plan})
 

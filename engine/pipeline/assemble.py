@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from slipcast.engine.build import model_class
+from slipcast.engine.compiled_blocks import compile_planned_
 from slipcast.engine.devices import resolve_device
 from slipcast.engine.loader import Progress, execute
 from slipcast.engine.measure import Peaks
@@ -125,7 +126,7 @@ def _load(
     assert part.companion.match is not None
     with Peaks(resolve_device(part.plan.device)[0]) as peaks:
         model, notes = execute(part.plan, part.companion.match.header, progress=progress, cancelled=cancelled)
-    report = make_report(part.plan, model, peaks, notes)
+    report = make_report(part.plan, model, peaks, notes, compile_planned_(model, part.plan))
     logger.info("%s: %s", part.role, report.summary())
     for note in notes:
         logger.warning("%s: %s", part.role, note)
