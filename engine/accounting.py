@@ -265,7 +265,7 @@ def _unaccounted(
     lines = [f"left over: {bundle.name} {bundle.weight.dtype} {list(bundle.shape)}" for bundle in left_over]
     return AccountingError(
         f"tensors that do not add up to a {match.family.id}: " + ", ".join(counts),
-        expected=f"exactly the tensors of {match.family.model}, and what the family's drop: names",
+        expected=f"exactly the tensors of {match.model}, and what the family's drop: names",
         hint=_hint(match, left_over, bool(missing or problems), shapes),
         path=match.header.path,
         items=problems + missing + lines,

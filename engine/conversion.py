@@ -83,7 +83,7 @@ def convert_header(
     layout = layout or default_layout(match)
     stays = match.layout is None or match.layout == layout
     prefix = checked_prefix(match, (match.prefix if stays else "") if prefix is None else prefix)
-    model = build_on_meta(match.family.model, known_arguments(match))
+    model = build_on_meta(match.model, known_arguments(match))
     tensors = model_tensors(model)
     shapes = model_shapes(tensors)
     accounts = account(match, shapes, tensors.ties, others=others, unexpected=unexpected)
@@ -318,7 +318,7 @@ def _refuse_blocks(match: Match, codecs: Mapping[str, Codec], wanted: Wanted) ->
 
 def known_arguments(match: Match) -> dict[str, object]:
     """The configuration without what only a folder's config.json has and the installed class does not know."""
-    unknown = set(unknown_arguments(match.family.model, match.config)) - match.family.config_of(match.variant).keys()
+    unknown = set(unknown_arguments(match.model, match.config)) - match.family.config_of(match.variant).keys()
     return {name: value for name, value in match.config.items() if name not in unknown}
 
 

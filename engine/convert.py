@@ -135,11 +135,11 @@ def _config(match: Match, conversion: Conversion) -> dict[str, Any]:
 
     With the last diffusers refuses the folder, rather than take codes for weights.
     """
-    library, _, name = match.family.model.partition(".")
+    library, _, name = match.model.partition(".")
     if library == "diffusers":
         head: dict[str, Any] = {"_class_name": name, "_diffusers_version": version("diffusers")}
     else:
-        kind: Any = model_class(match.family.model)
+        kind: Any = model_class(match.model)
         head = {"architectures": [name], "model_type": kind.config_class.model_type}
     matrices = {tensor.name for tensor in conversion.tensors if len(tensor.shape) > 1}
     layers = {

@@ -66,7 +66,7 @@ def destination(match: Match, out: Path, layout: Layout | None, *, prefix: str |
     if prefix is not None:
         checked_prefix(match, prefix)
     folder = out.is_dir() or out.suffix.lower() != SUFFIX
-    weights = out / WEIGHTS[match.family.model.partition(".")[0]] if folder else out
+    weights = out / WEIGHTS[match.model.partition(".")[0]] if folder else out
     _refuse_input(match, out, weights)
     if folder:
         _refuse_name(out, layout)

@@ -71,7 +71,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
     saved = saved_quantisation(match.header)
     device, device_reason = resolve_device(settings.device)
     config, notes = _known_config(match)
-    model = build_on_meta(match.family.model, config)
+    model = build_on_meta(match.model, config)
     tensors = model_tensors(model)
     shapes = {
         name: tuple(tensor.shape) for name, tensor in chain(tensors.parameters.items(), tensors.persistent.items())
@@ -180,7 +180,7 @@ def _known_config(match: Match) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The arguments without those that only a folder's config.json has and the installed class does not know."""
     config = dict(match.config)
     ours = match.family.config_of(match.variant)
-    unknown = [key for key in unknown_arguments(match.family.model, config) if key not in ours]
+    unknown = [key for key in unknown_arguments(match.model, config) if key not in ours]
     for key in unknown:
         del config[key]
     return config, tuple(f"config.json's {key} is unknown to the installed class and passed over" for key in unknown)
@@ -195,7 +195,7 @@ def _origin(match: Match, config: dict[str, Any]) -> Origin:
         prefix=match.prefix,
         component=match.name,
         header_digest=header_digest(match.header),
-        model=match.family.model,
+        model=match.model,
         config=config,
     )
 

@@ -59,7 +59,7 @@ def _other_model(written: Match, match: Match, conversion: Conversion) -> Iterat
 
 def _other_weights(written: Match, conversion: Conversion) -> Iterator[str]:
     """Weights that are in something else than what was meant, as sentences."""
-    tensors = model_tensors(build_on_meta(written.family.model, known_arguments(written)))
+    tensors = model_tensors(build_on_meta(written.model, known_arguments(written)))
     accounts = account(written, model_shapes(tensors), tensors.ties)
     codecs = {name: codec.name for name, codec in codecs_of(written, accounts).items()}
     for name, meant in conversion.codecs.items():

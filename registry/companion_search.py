@@ -14,7 +14,7 @@ from slipcast.registry.errors import CompanionError, IdentificationError, Slipca
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.identify import Match, are_apart
 from slipcast.registry.inspection import Identified, identify_path
-from slipcast.registry.pipeline_index import PipelineIndex
+from slipcast.registry.pipeline_index import PipelineIndex, read_index
 from slipcast.registry.runtime import Sampling
 from slipcast.registry.settings import Settings
 
@@ -114,7 +114,12 @@ class CompanionSearch:
         return self._model_beside(role, needed, iter([weights_in(folder)]), "setting companions.folder")
 
     def _model_beside(self, role: str, needed: str, places: Iterator[tuple[Path, ...]], found: str) -> Companion | None:
-        """The one file that is what is needed, in the first place that has any."""
+        """The one file that is what is needed, in the first place that has any.
+
+        Of a class alone nothing tells which of its models it is; such a part has to be named, or lie in a folder.
+        """
+        if is_class(needed):
+            return None
         for files in places:
             fitting = [
                 (file, identified, match)
@@ -166,7 +171,7 @@ class CompanionSearch:
         except IdentificationError:
             return Companion(role, "model", self._class_of(needed), found, folder)
         match = identified.main
-        if match.family.model != self._class_of(needed) and match.family.kind != self._kind_of(needed):
+        if match.model != self._class_of(needed) and match.family.kind != self._kind_of(needed):
             raise CompanionError(
                 f"as the {role}: {_named(match)}",
                 expected=self._title(needed),
@@ -180,18 +185,20 @@ class CompanionSearch:
 
     def _processor(self, role: str, needed: str) -> Companion | None:
         """A folder of configuration files, from wherever models are taken from."""
-        kind, listed = kind_of_role(role), self._listed_class(role, needed)
-        named = self._setting(role)
+        kind, named, given = kind_of_role(role), self._setting(role), self._setting("folder")
         if named is not None:
             folder = named_folder(named, role) or named
-            return Companion(role, kind, listed, f"setting companions.{role}", folder)
-        if self.index is not None and (inside := named_folder(self.index.folder, role)) is not None:
-            return Companion(role, kind, listed, "in the pipeline's folder", inside)
-        given = self._setting("folder")
-        if given is not None and (inside := named_folder(given, role)) is not None:
-            return Companion(role, kind, needed, "setting companions.folder", inside)
-        near = None if self.index is not None else named_folder(self.path.parent, role)
-        return None if near is None else Companion(role, kind, needed, "beside the file", near)
+            return Companion(role, kind, self._listed_class(folder, role, needed), f"setting companions.{role}", folder)
+        places = [
+            (None if self.index is None else self.index.folder, "in the pipeline's folder"),
+            (given, "setting companions.folder"),
+            (None if self.index is not None else self.path.parent, "beside the file"),
+        ]
+        for place, found in places:
+            inside = None if place is None else named_folder(place, role)
+            if inside is not None:
+                return Companion(role, kind, self._listed_class(inside, role, needed), found, inside)
+        return None
 
     def _tokenizer_of_encoder(self, role: str, needed: str, found: Mapping[str, Companion]) -> Companion | None:
         """The tokenizer in its text encoder's folder, or in the folder beside that."""
@@ -240,13 +247,17 @@ class CompanionSearch:
                 self._seen[file, needed] = None
         return self._seen[file, needed]
 
-    def _listed_class(self, role: str, needed: str) -> str:
-        """The class that the pipeline's folder names; the family's where there is none."""
-        listed = None if self.index is None else self.index.classes.get(role)
+    def _listed_class(self, folder: Path, role: str, needed: str) -> str:
+        """The class that the index around a component's folder names; the family's where there is none."""
+        index = read_index(folder.absolute().parent)
+        listed = None if index is None or folder.name != role else index.classes.get(role)
         return needed if listed is None else ".".join(listed)
 
     def _class_of(self, needed: str) -> str:
-        return needed if is_class(needed) else load_catalogue(self.settings.families)[needed.partition("/")[0]].model
+        if is_class(needed):
+            return needed
+        id_, _, variant = needed.partition("/")
+        return load_catalogue(self.settings.families)[id_].model_of(variant or None)
 
     def _kind_of(self, needed: str) -> str | None:
         return None if is_class(needed) else load_catalogue(self.settings.families)[needed.partition("/")[0]].kind
@@ -256,7 +267,7 @@ class CompanionSearch:
             return f"a folder of the class {needed}"
         id_, _, variant = needed.partition("/")
         family = load_catalogue(self.settings.families)[id_]
-        return f"{family.title}{f' {variant}' if variant else ''} (family {id_}, {family.model})"
+        return f"{family.title}{f' {variant}' if variant else ''} (family {id_}, {self._class_of(needed)})"
 
     def _missing(self, missing: Mapping[str, str]) -> CompanionError:
         wanted = {
@@ -285,13 +296,13 @@ class CompanionSearch:
 def _fits(match: Match, needed: str) -> bool:
     """Whether a model is what is needed; a variant that no tensor shows does not speak against it."""
     if is_class(needed):
-        return match.family.model == needed
+        return match.model == needed
     id_, _, variant = needed.partition("/")
     return match.family.id == id_ and (not variant or match.variant in (None, variant))
 
 
 def _model(role: str, match: Match, path: Path, found: str, others: tuple[Match, ...]) -> Companion:
-    return Companion(role, "model", match.family.model, found, path, match, others)
+    return Companion(role, "model", match.model, found, path, match, others)
 
 
 def _others(match: Match, identified: Identified) -> tuple[Match, ...]:

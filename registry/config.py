@@ -24,7 +24,8 @@ def infer_config(
     """Constructor arguments of the family's model class.
 
     A folder's ``config.json`` wins over what is inferred, since it also says what no tensor shows. Where the header
-    does show a value (the family's expression reads it with ``size``, ``count`` or ``has``), the two must agree.
+    does show a value (the family's expression reads it with ``size``, ``count`` or ``has``), the two must agree; null
+    in a config.json leaves it to the class.
 
     Args:
         family: the family that claims the header.
@@ -41,7 +42,7 @@ def infer_config(
     if header.config is None:
         return MappingProxyType(inferred)
     recorded = {key: value for key, value in header.config.items() if not key.startswith("_")}
-    _same_class(family, header)
+    _same_class(family, variant, header)
     conflicts = _conflicts(expressions, inferred, recorded)
     if conflicts:
         raise ConfigError(
@@ -71,11 +72,11 @@ def _inferred(
         ) from error
 
 
-def _same_class(family: Family, header: Header) -> None:
+def _same_class(family: Family, variant: str | None, header: Header) -> None:
     assert header.config is not None
     named = header.config.get("_class_name")
     names = [named] if named is not None else list(header.config.get("architectures") or [])
-    library, _, expected = family.model.partition(".")
+    library, _, expected = family.model_of(variant).partition(".")
     alike = [_HEAD.sub("", name) for name in names] if library == "transformers" else []
     if names and expected not in names and _HEAD.sub("", expected) not in alike:
         raise ConfigError(
@@ -101,7 +102,7 @@ def _conflicts(
         if isinstance(expression, Mapping):
             if isinstance(recorded[key], Mapping):
                 found += _conflicts(expression, inferred[key], recorded[key], f"{place}{key}.")
-        elif reads_header(expression) and _plain(inferred[key]) != _plain(recorded[key]):
+        elif recorded[key] is not None and reads_header(expression) and _plain(inferred[key]) != _plain(recorded[key]):
             found.append(f"{place}{key}: config.json says {recorded[key]!r}, the tensors show {inferred[key]!r}")
     return found
 

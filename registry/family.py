@@ -130,6 +130,9 @@ class Variant(Evidence):
     config: Named[JsonValue] = Field(default_factory=FrozenMapping)
     """Constructor arguments that this variant has otherwise; they join the family's or replace them."""
 
+    model: ClassName | None = None
+    """The class that is built, where it is another than the family's; its names and shapes must be the same."""
+
     companions: Named[Companion] = Field(default_factory=FrozenMapping)
     """What a pipeline needs otherwise for this variant; entries join the family's or replace them."""
 
@@ -370,6 +373,10 @@ class Family(_Section):
     def config_of(self, variant: str | None) -> Mapping[str, JsonValue]:
         """The constructor arguments of a variant, or of the family where there is none."""
         return {**self.config, **self.variants[variant].config} if variant is not None else self.config
+
+    def model_of(self, variant: str | None) -> str:
+        """The class that is built for a variant, or for the family where there is none."""
+        return self.model if variant is None else self.variants[variant].model or self.model
 
     @property
     def key_map(self) -> KeyMap:

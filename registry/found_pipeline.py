@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,8 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
             path=path,
         )
     index = _index_around(path)
-    family, variant, sampling = _description(main, index, load_catalogue(settings.families))
+    around = None if settings.companions.folder is None else read_index(Path(settings.companions.folder))
+    family, variant, sampling = _description(main, index, around, load_catalogue(settings.families))
     pipeline = _pipeline_class(family, sampling, index, path)
     needed = dict(family.companions)
     needed |= family.variants[variant].companions if variant is not None else {}
@@ -90,7 +91,7 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
     denoiser = Companion(
         role=main.component if inside else sampling.denoiser,
         kind="model",
-        class_name=main.family.model,
+        class_name=main.model,
         found="in the pipeline's folder" if inside else "the path itself",
         path=path,
         match=main,
@@ -104,7 +105,7 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
         variant=variant,
         sampling=sampling,
         pipeline=pipeline,
-        arguments=FrozenMapping({**sampling.arguments, **_listed_arguments(index)}),
+        arguments=FrozenMapping(_arguments(sampling, index, around)),
         parts=(denoiser, *parts),
         absent=FrozenMapping(absent),
     )
@@ -122,20 +123,33 @@ def _index_around(path: Path) -> PipelineIndex | None:
     return around if around is not None and path.name in around.classes else None
 
 
-def _description(main: Match, index: PipelineIndex | None, catalogue: Catalogue) -> tuple[Family, str | None, Sampling]:
+def _description(
+    main: Match, index: PipelineIndex | None, companions: PipelineIndex | None, catalogue: Catalogue
+) -> tuple[Family, str | None, Sampling]:
     """The family and variant whose facts hold for the pipeline: those that a folder's class is of, else the denoiser's.
 
-    Two families can share a denoiser's class and tensors, and differ in the pipeline around it.
+    Two families can share a denoiser's class and tensors, and differ in the pipeline around it. The denoiser's own
+    folder also tells variants apart; that of the companions is another denoiser's, and may be another variant's.
     """
-    own = _sampling(main.family, main.variant)
-    if index is None or not index.pipeline or index.pipeline in (own.pipeline, own.image_to_image):
-        return main.family, main.variant, own
+    own = main.family, main.variant, _sampling(main.family, main.variant)
     relatives = [family for id_ in catalogue if (family := catalogue[id_]).model == main.family.model]
-    for family in sorted(relatives, key=lambda family: family.id != main.family.id):
+    if index is not None and index.pipeline not in (own[2].pipeline, own[2].image_to_image):
+        return _of_pipeline(index.pipeline, main.family, relatives) or own
+    if index is None and companions is not None and _of_pipeline(companions.pipeline, main.family, ()) is None:
+        return _of_pipeline(companions.pipeline, None, relatives) or own
+    return own
+
+
+def _of_pipeline(
+    pipeline: str, first: Family | None, others: Iterable[Family]
+) -> tuple[Family, str | None, Sampling] | None:
+    """The family and variant that a pipeline's class is of; None where it is of none."""
+    for family in ([] if first is None else [first]) + [family for family in others if family is not first]:
         for variant in _variants(family):
-            if _sampling(family, variant).pipeline == index.pipeline:
-                return family, variant, _sampling(family, variant)
-    return main.family, main.variant, own
+            sampling = _sampling(family, variant)
+            if pipeline and sampling.pipeline == pipeline:
+                return family, variant, sampling
+    return None
 
 
 def _variants(family: Family) -> Iterator[str | None]:
@@ -170,6 +184,12 @@ def _pipeline_class(family: Family, sampling: Sampling, index: PipelineIndex | N
     )
 
 
-def _listed_arguments(index: PipelineIndex | None) -> dict[str, Any]:
-    """The plain values of a folder's index; which of them the class takes is seen when it is built."""
-    return {} if index is None else dict(index.arguments)
+def _arguments(sampling: Sampling, index: PipelineIndex | None, companions: PipelineIndex | None) -> dict[str, Any]:
+    """Plain values for the pipeline's class; which of them it takes is seen when it is built.
+
+    The denoiser's own folder knows best, the family file better than a folder that is another denoiser's.
+    """
+    alike = companions is not None and companions.pipeline == sampling.pipeline
+    others = companions.arguments if companions is not None and alike else {}
+    own = index.arguments if index is not None else {}
+    return {**others, **sampling.arguments, **own}

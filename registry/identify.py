@@ -22,6 +22,7 @@ from slipcast.registry.claims import (
 )
 from slipcast.registry.config import infer_config
 from slipcast.registry.errors import IdentificationError
+from slipcast.registry.evidence import weigh
 from slipcast.registry.family import Family
 from slipcast.registry.header import Checkpoint, Header
 from slipcast.registry.keymap.key_map import KeyMap
@@ -60,6 +61,11 @@ class Match:
     evidence: tuple[str, ...]
     guesses: tuple[str, ...] = ()
     part: str = ""
+
+    @property
+    def model(self) -> str:
+        """The class that is built, ``library.Name``."""
+        return self.family.model_of(self.variant)
 
     @property
     def key_map(self) -> KeyMap:
@@ -118,8 +124,22 @@ def _identify_header(
         raise claimed_twice(path, claims)
     for claim in claims:
         part = claim.prefix.removesuffix(".") if len(claims) > 1 else ""
-        wanted = wanted_variant(claim, claims, header.path) or _needed_variant(claim, needed)
+        wanted = (
+            _configured_variant(claim, header)
+            or wanted_variant(claim, claims, header.path)
+            or _needed_variant(claim, needed)
+        )
         yield _match(header, component, bundles, claim, part, wanted)
+
+
+def _configured_variant(claim: Answer, header: Header) -> VariantChoice | None:
+    """The variant whose class, other than the family's, a folder's config.json names."""
+    named = None if header.config is None else header.config.get("_class_name")
+    for name, variant in claim.family.variants.items():
+        other = variant.model is not None and variant.model.partition(".")[2] == named
+        if other and weigh(variant, claim.names).complete:
+            return VariantChoice(name, "config.json names its class", False)
+    return None
 
 
 def _needed_variant(claim: Answer, needed: str | None) -> VariantChoice | None:

@@ -44,7 +44,7 @@ def prove_forward(subject: Subject) -> Outcome:
     try:
         files = write_files(subject.family, values, subject.scratch / "forward")
         plain = _load(subject, files, "off")
-        expected = run(reference_model(subject.family, files.match, values), tiny.inputs)
+        expected = run(reference_model(files.match, values), tiny.inputs)
     except SlipcastError as problem:
         raise refuted_by(subject, "the small model", problem, ("tiny",)) from problem
     error = relative_error(run(plain, tiny.inputs), expected)

@@ -212,7 +212,8 @@ def prove_config(subject: Subject) -> Outcome:
 def _prove_config(subject: Subject, case: Case, built: Built, published: Mapping[str, Any]) -> None:
     """Compare the arguments of both, with the class's defaults where one says nothing."""
     wanted = {key: value for key, value in published.items() if not key.startswith("_") and key not in _BOOKKEEPING}
-    inferred, expected = _complete(built), _complete(build(subject.family, _known(subject.family.model, wanted)))
+    model = subject.family.model if case.match is None else case.match.model
+    inferred, expected = _complete(built), _complete(build(model, _known(model, wanted)))
     different = [key for key in expected if key in inferred and _plain(inferred[key]) != _plain(expected[key])]
     if different:
         key = different[0]

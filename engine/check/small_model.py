@@ -107,9 +107,9 @@ def _untied(built: Built) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield name, shape
 
 
-def reference_model(family: Family, match: Match, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+def reference_model(match: Match, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """The class with these values, put in by torch alone."""
-    model = build_with_buffers(family.model, match.config)
+    model = build_with_buffers(match.model, match.config)
     values = {name: tensor.clone() for name, tensor in tensors.items()}
     tied = {name: values[first] for name, first in model_tensors(model).ties.items() if first in values}
     model.load_state_dict({**values, **tied}, strict=False, assign=True)

@@ -162,14 +162,14 @@ def identify_alone(family: Family, header: Header) -> Match:
     return identify(Checkpoint(header.path, MappingProxyType({"": header})), Catalogue({family.id: family}))[0]
 
 
-def build(family: Family, config: Mapping[str, object]) -> Built:
-    """The family's class with these arguments, on the meta device.
+def build(name: str, config: Mapping[str, object]) -> Built:
+    """A model class with these arguments, on the meta device.
 
     Raises:
         ConfigError: the class refuses them.
         FamilyFileError: there is no such class.
     """
-    model = build_on_meta(family.model, config)
+    model = build_on_meta(name, config)
     tensors = model_tensors(model)
     shapes = {
         name: tuple(tensor.shape) for name, tensor in chain(tensors.parameters.items(), tensors.persistent.items())
@@ -187,9 +187,9 @@ def _cases(family: Family, records: Records, catalogue: Catalogue) -> Iterator[C
             header = records.header(example.header)
             match = identify_alone(family, header)
             beside = _beside(match, catalogue)
-            arguments = repr(sorted(match.config.items()))
+            arguments = match.model + repr(sorted(match.config.items()))
             if arguments not in known:
-                known[arguments] = build(family, match.config)
+                known[arguments] = build(match.model, match.config)
             yield Case(number, example, header, match, beside, known[arguments])
         except SlipcastError as problem:
             yield Case(number, example, header, match, beside, problem=problem)
@@ -209,7 +209,7 @@ def _tiny(family: Family) -> tuple[Built | None, SlipcastError | None]:
     if family.tiny is None:
         return None, None
     try:
-        return build(family, family.tiny.config), None
+        return build(family.model, family.tiny.config), None
     except SlipcastError as problem:
         return None, problem
 

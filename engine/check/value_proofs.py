@@ -173,7 +173,7 @@ def _excused(subject: Subject, shapes: Mapping[str, Shape], found: Collection[st
 def _default_model(subject: Subject) -> Built | None:
     """The model of the class's own defaults, which mostly are the published one's; for a family without examples."""
     try:
-        return build(subject.family, {})
+        return build(subject.family.model, {})
     except SlipcastError:
         return None
 
