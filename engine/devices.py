@@ -14,7 +14,14 @@ from slipcast.registry.errors import DeviceError
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20}
 _BFLOAT16_CAPABILITY = (8, 0)
-_EXPECTED = "auto, cpu, cuda, cuda:N, or a card that is not there, as in cuda:8.6,12GiB (capability, memory)"
+_EXPECTED = "auto, cpu, cuda, cuda:N, xpu, mps, or a card that is not there, as in cuda:8.6,12GiB (capability, memory)"
+
+Kind = Literal["cpu", "cuda", "xpu", "mps"]
+Backend = Literal["cpu", "cuda", "rocm", "xpu", "mps"]
+_FLOAT16 = frozenset({"cuda", "xpu"})
+"""Kinds that compute float16 well. On a CPU it is emulated, and on MPS sums overflow in it."""
+_FLOAT8 = frozenset({"cpu", "cuda", "xpu"})
+"""Kinds on which torch holds and converts float8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +30,34 @@ class Device:
 
     Attributes:
         name: torch's name ("cpu", "cuda:0"), or the description of a card that is not there.
-        kind: "cpu" or "cuda".
+        kind: torch's name of the kind of device; AMD's cards are "cuda" to torch.
         memory: bytes in all, or None on the CPU.
         capability: CUDA's compute capability, or None.
         bfloat16: whether it computes bfloat16 natively.
         present: whether a model can be loaded to it.
         label: a name for people.
+        backend: what it is programmed through.
     """
 
     name: str
-    kind: Literal["cpu", "cuda"]
+    kind: Kind
     memory: int | None
     capability: tuple[int, int] | None
     bfloat16: bool
     present: bool
     label: str
+    backend: Backend
 
     def computes(self, dtype: str) -> bool:
-        """Whether the device computes a dtype natively. float16 is not native on a CPU."""
+        """Whether the device computes a dtype natively."""
         if dtype == "bfloat16":
             return self.bfloat16
-        return dtype == "float32" or (dtype == "float16" and self.kind == "cuda")
+        return dtype == "float32" or (dtype == "float16" and self.kind in _FLOAT16)
+
+    @property
+    def float8(self) -> bool:
+        """Whether weights can be kept in float8 on it, whatever it multiplies in."""
+        return self.kind in _FLOAT8
 
     @property
     def torch_device(self) -> torch.device:
@@ -64,9 +78,17 @@ def resolve_device(request: str) -> tuple[Device, str]:
     if request == "auto":
         if torch.cuda.is_available():
             return _cuda(torch.cuda.current_device()), "torch's current CUDA device"
+        if torch.xpu.is_available():
+            return _xpu(), "torch sees no CUDA device, and an XPU"
+        if torch.backends.mps.is_available():
+            return _mps(), "torch sees no CUDA device, and MPS"
         return _cpu(), "torch sees no CUDA device"
     if request == "cpu":
         return _cpu(), "as requested"
+    if request == "xpu":
+        return _xpu(), "as requested"
+    if request == "mps":
+        return _mps(), "as requested"
     if (card := described(request)) is not None:
         return _described(request, card), "described, not present: for planning only"
     if index := re.fullmatch(r"cuda(?::(\d{1,3}))?", request):
@@ -75,7 +97,8 @@ def resolve_device(request: str) -> tuple[Device, str]:
 
 
 def _cpu() -> Device:
-    return Device("cpu", "cpu", None, None, _cpu_bfloat16(), True, f"CPU ({platform.machine() or 'unknown'})")
+    label = f"CPU ({platform.machine() or 'unknown'})"
+    return Device("cpu", "cpu", None, None, _cpu_bfloat16(), True, label, "cpu")
 
 
 def _cpu_bfloat16() -> bool:
@@ -94,8 +117,51 @@ def _cuda(index: int) -> Device:
         )
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
-    native = capability >= _BFLOAT16_CAPABILITY
-    return Device(f"cuda:{index}", "cuda", properties.total_memory, capability, native, True, properties.name)
+    rocm = torch.version.hip is not None
+    # On NVIDIA's cards by capability: torch says yes to older ones as well, which emulate it slowly.
+    native = torch.cuda.is_bf16_supported() if rocm else capability >= _BFLOAT16_CAPABILITY
+    return Device(
+        name=f"cuda:{index}",
+        kind="cuda",
+        memory=properties.total_memory,
+        capability=None if rocm else capability,
+        bfloat16=native,
+        present=True,
+        label=properties.name,
+        backend="rocm" if rocm else "cuda",
+    )
+
+
+def _xpu() -> Device:
+    if not torch.xpu.is_available():
+        raise _absent("xpu", "Intel's graphics")
+    properties = torch.xpu.get_device_properties()
+    native = bool(torch.xpu.is_bf16_supported())
+    return Device("xpu", "xpu", properties.total_memory, None, native, True, properties.name, "xpu")
+
+
+def _mps() -> Device:
+    if not torch.backends.mps.is_available():
+        raise _absent("mps", "Apple's graphics")
+    memory = int(torch.mps.recommended_max_memory())
+    return Device("mps", "mps", memory, None, _mps_bfloat16(), True, "Apple's graphics", "mps")
+
+
+def _mps_bfloat16() -> bool:
+    """Whether MPS adds in bfloat16: older systems refuse it, or give what is not finite."""
+    try:
+        total = torch.ones(2, dtype=torch.bfloat16, device="mps") + 1
+        return bool(torch.isfinite(total).all())
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _absent(name: str, what: str) -> DeviceError:
+    return DeviceError(
+        f"the device {name}, where torch sees none",
+        expected=f"{what}, and a torch that is built for it",
+        hint="use device=cpu, or device=auto for what is there",
+    )
 
 
 def _described(request: str, match: re.Match[str]) -> Device:
@@ -103,4 +169,5 @@ def _described(request: str, match: re.Match[str]) -> Device:
     memory = int(float(match["size"]) * _UNITS[match["unit"]])
     if memory <= 0:
         raise DeviceError(f"the device {request!r}", expected=_EXPECTED, hint="give the card some memory")
-    return Device(request, "cuda", memory, capability, capability >= _BFLOAT16_CAPABILITY, False, label_of(match))
+    native = capability >= _BFLOAT16_CAPABILITY
+    return Device(request, "cuda", memory, capability, native, False, label_of(match), "cuda")

@@ -11,6 +11,7 @@ from torch import nn
 from slipcast.engine.accounting import Accounts
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.float8 import Float8
+from slipcast.engine.codecs.nvfp4 import NVFP4
 from slipcast.engine.fp8_products import IN_COMPUTE_DTYPE, Products, choose_products
 from slipcast.engine.kept_codes import CodedRows, kept_codec
 from slipcast.engine.layers import layer_codec, quantisation_obstacle
@@ -20,8 +21,8 @@ from slipcast.engine.saved_quantisation import SavedQuantisation
 from slipcast.registry.identify import Match
 from slipcast.registry.settings_model import Fp8Settings
 
-_ENCODED = Float8("row")
-"""What a plain weight is quantised to."""
+_ENCODED: Mapping[str, Codec] = {"float8": Float8("row"), "nvfp4": NVFP4("comfy")}
+"""What a plain weight is quantised to, by the setting fp8.weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,11 @@ class ModuleChooser:
             self.settings.remainder == "quantise" or not self._file_is_quantised
         )
 
+    @property
+    def _encoded(self) -> Codec:
+        """What plain weights are quantised to."""
+        return _ENCODED[self.settings.weights]
+
     def _weight_choice(self, path: str, module: nn.Module) -> WeightChoice | None:
         """The choice for a module's weight, or None where nothing about it needs saying."""
         rows = [
@@ -115,7 +121,7 @@ class ModuleChooser:
         if not rows:
             return None
         in_codes = any(each.codec is not None for each in rows)
-        if not in_codes and not (self._encodes and quantisation_obstacle(module, _ENCODED) is None):
+        if not in_codes and not (self._encodes and quantisation_obstacle(module, self._encoded) is None):
             return None
         reason = self.rules.stays_plain(path, self.tied)
         if reason:
@@ -127,14 +133,14 @@ class ModuleChooser:
             return WeightChoice(None, False, "dequantised: fp8 is off")
         codec, obstacle = kept_codec(module, rows, self.saved.codecs.get(path))
         if codec is None:
-            if self._encodes and quantisation_obstacle(module, _ENCODED) is None:
+            if self._encodes and quantisation_obstacle(module, self._encoded) is None:
                 return self._new_choice(module, rows, reason=f"quantised anew, as fp8.remainder asks: {obstacle}")
             return WeightChoice(None, False, f"dequantised: {obstacle}")
         return self._with_products(module, codec, rows, keep=True, reason="the file's codes and scales as they are")
 
     def _new_choice(self, module: nn.Module, rows: Sequence[CodedRows], reason: str) -> WeightChoice:
         """The choice for a weight that is to be quantised, from plain values or from codes that no layer keeps."""
-        codec = layer_codec(module, _ENCODED)
+        codec = layer_codec(module, self._encoded)
         if len(rows) > 1 and not codec.streams:
             return WeightChoice(None, False, f"{codec.name} needs all rows at once, which several tensors hold")
         return self._with_products(module, codec, rows, keep=False, reason=reason)

@@ -198,6 +198,7 @@ class Request(_Frozen):
     device: str
     dtype: str
     fp8_mode: str
+    fp8_weights: str
     fp8_remainder: str
     fp8_hints: str
     compile: str

@@ -79,7 +79,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
     accounts = account(match, shapes, tensors.ties, others=others, unexpected=settings.unexpected)
     refuse_other_kinds(match, accounts, {**tensors.parameters, **tensors.persistent})
     dtype = decide_dtype(settings.dtype, match.family.precision, match.bundles.values(), device, saved.compute_dtype)
-    fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values(), lambda: probe_fp8(device))
+    fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values(), device, lambda: probe_fp8(device))
     classes = {type(module).__name__ for module in model.modules()}
     compile_, compiled = decide_compile(settings.compile, match.family.runtime.compile, classes, device, dtype.engaged)
     mmap = decide_mmap(settings.mmap, device)
@@ -207,6 +207,7 @@ def _request(settings: Settings) -> Request:
         device=settings.device,
         dtype=settings.dtype,
         fp8_mode=settings.fp8.mode,
+        fp8_weights=settings.fp8.weights,
         fp8_remainder=settings.fp8.remainder,
         fp8_hints=settings.fp8.hints,
         compile=settings.compile,

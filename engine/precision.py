@@ -41,7 +41,9 @@ def decide_dtype(
     if dtype == "float16" and precision.fp16 == "unsafe":
         dtype, reason = "float32", "activations of this family overflow float16"
     if requested == "auto" and not device.computes(dtype):
-        dtype, reason = "float32", f"{reason}, but {device.label} does not compute {dtype} natively"
+        halves = dtype == "bfloat16" and precision.fp16 == "safe" and device.computes("float16")
+        reason = f"{reason}, but {device.label} does not compute {dtype} natively"
+        dtype = "float16" if halves else "float32"
     return Decision(requested=requested, engaged=dtype, reason=reason)
 
 
@@ -61,7 +63,9 @@ def family_dtype(precision: Precision, bundles: Iterable[Bundle]) -> tuple[str, 
     return most, f"most bytes of the file's unquantised matrices are {most}"
 
 
-def decide_fp8(requested: str, family: Family, bundles: Iterable[Bundle], probe: Callable[[], Probe]) -> Decision:
+def decide_fp8(
+    requested: str, family: Family, bundles: Iterable[Bundle], device: Device, probe: Callable[[], Probe]
+) -> Decision:
     """What is done about fp8.
 
     Engaged is ``off`` (every weight in the compute dtype), ``keep`` (codes of other formats stay as they are),
@@ -71,6 +75,7 @@ def decide_fp8(requested: str, family: Family, bundles: Iterable[Bundle], probe:
         requested: auto, off, storage or compute.
         family: for whether fp8 suits it.
         bundles: the file's weights.
+        device: where the model goes.
         probe: whether the device multiplies in float8; asked only where that is wanted.
     """
     formats = {bundle.format for bundle in bundles} - {"plain"}
@@ -85,6 +90,8 @@ def decide_fp8(requested: str, family: Family, bundles: Iterable[Bundle], probe:
         engaged, reason = "off", "the file holds no fp8 weights"
     elif obstacle := family_obstacle(family):
         engaged, reason = "off", obstacle
+    elif not device.float8:
+        engaged, reason = "off", f"torch has no float8 on {device.label}"
     elif requested == "auto":
         engaged, reason = "storage", "the file's fp8 weights are kept as they are"
     elif requested == "compute" and not compute.supported:

@@ -65,7 +65,12 @@ def _with_request(request: Request, settings: Settings) -> Settings:
             "component": request.component,
             "device": request.device,
             "dtype": request.dtype,
-            "fp8": {"mode": request.fp8_mode, "remainder": request.fp8_remainder, "hints": request.fp8_hints},
+            "fp8": {
+                "mode": request.fp8_mode,
+                "weights": request.fp8_weights,
+                "remainder": request.fp8_remainder,
+                "hints": request.fp8_hints,
+            },
             "compile": request.compile,
             "mmap": request.mmap,
             "unexpected": request.unexpected,

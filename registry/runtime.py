@@ -76,6 +76,12 @@ class Runtime(_Section):
     activation_bytes_per_token: float | None = Field(default=None, ge=0)
     """Measured peak of activations in bytes for each token of the sequence; left out where nobody measured it."""
 
+    decode_bytes_per_pixel: float | None = Field(default=None, ge=0)
+    """Of a VAE: measured peak of activations in bytes for each pixel that it decodes at a time."""
+
+    encode_bytes_per_pixel: float | None = Field(default=None, ge=0)
+    """Of a VAE: measured peak of activations in bytes for each pixel that it encodes at a time."""
+
 
 class Sampling(_Section):
     """What pictures are sampled with; of a variant what differs from its family."""
@@ -119,6 +125,9 @@ class Sampling(_Section):
 
     size_multiple: int | None = Field(default=None, ge=1)
     """Pixels of which width and height are multiples."""
+
+    latent_frames: int | None = Field(default=None, ge=1)
+    """Frames of a video for each frame of its latents, after the first one; left out of families that draw pictures."""
 
     def joined(self, other: Sampling) -> Sampling:
         """These facts with those that another section, of a variant, says otherwise."""

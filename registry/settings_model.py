@@ -20,8 +20,8 @@ Texts = Annotated[tuple[Text, ...], Strict(False)]
 Device = Annotated[
     str,
     *of_form(
-        rf"^(auto|cpu|cuda|cuda:\d+|{_CARD})$",
-        "auto, cpu, cuda, cuda:N, or for plans a card that is not there by its compute capability and memory: "
+        rf"^(auto|cpu|cuda|cuda:\d+|xpu|mps|{_CARD})$",
+        "auto, cpu, cuda, cuda:N, xpu, mps, or for plans a card that is not there by its compute capability and memory: "
         "cuda:8.6,12GiB",
     ),
 ]
@@ -44,6 +44,9 @@ class Fp8Settings(_Section):
     mode: Literal["auto", "off", "storage", "compute"]
     """auto: a checkpoint in fp8 stays as it is. off: weights in the compute dtype. storage: weights in float8_e4m3fn
     with a scale for each output row. compute: as storage, and products on the GPU's fp8 cores where it has them."""
+
+    weights: Literal["float8", "nvfp4"]
+    """What a weight is quantised to: float8_e4m3fn with a scale for each row, or nvfp4, which takes half the bytes."""
 
     remainder: Literal["keep", "quantise"]
     """Whether layers that a partly quantised checkpoint left alone are stored in fp8 as well."""
@@ -103,6 +106,19 @@ class CompanionSettings(_Section):
     """The scheduler."""
 
 
+class VaeSettings(_Section):
+    """How the VAE of a pipeline encodes and decodes."""
+
+    tiling: Literal["auto", "on", "off"]
+    """Overlapping tiles, which differ near their seams. auto: where the whole picture does not fit."""
+
+    slicing: Literal["auto", "on", "off"]
+    """One picture of a batch after another. auto: where the batch does not fit."""
+
+    tile_size: int = Field(ge=0)
+    """Pixels of a tile along each side; 0 is what the VAE has by itself."""
+
+
 class Settings(_Section):
     """The settings of one load, complete: every layer has been laid over the defaults."""
 
@@ -113,7 +129,7 @@ class Settings(_Section):
     """A named choice of settings: low-memory, exact, the path of a YAML file, or null."""
 
     device: Device
-    """auto, cpu, cuda, cuda:N, or for plans a card that is not there: cuda:8.6,12GiB."""
+    """auto, cpu, cuda, cuda:N, xpu, mps, or for plans a card that is not there: cuda:8.6,12GiB."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
     """The dtype that the model computes in; auto follows the checkpoint and the family."""
@@ -155,6 +171,20 @@ class Settings(_Section):
 
     header_limit_mib: int = Field(ge=1)
     """Largest header in MiB that is read from a file."""
+
+    memory: Literal["auto", "fast", "balanced", "low"]
+    """Where the models of a pipeline lie while it runs. auto, fast: all on the device if they fit. balanced: the
+    denoiser's blocks come one by one. low: everything comes to the device only while it is used."""
+
+    vae: VaeSettings
+    """How a pipeline's VAE runs: in tiles, in slices."""
+
+    text_encoder: Literal["auto", "bf16", "fp8", "nvfp4"]
+    """What the weights of a pipeline's text encoders are kept in; auto leaves them as their files have them."""
+
+    speed: Literal["off", "default", "max"]
+    """How far a pipeline is sped up. off: the same bits as diffusers. default: compiled blocks, VAE in channels-last.
+    max: TF32 and fused projections as well."""
 
     models: Entries
     """Settings for single checkpoints, by file name, or by a glob on the file's name or full path."""

@@ -313,7 +313,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(fp8_probe, "_answers", {})
     monkeypatch.setattr(Device, "torch_device", torch.device("cpu"))
     monkeypatch.setattr(fp8_probe, "_SHAPES", ((16, 16, 16), (33, 256, 64)))
-    return Device("cuda:0", "cuda", 2**34, (8, 6), True, True, "a card")
+    return Device("cuda:0", "cuda", 2**34, (8, 6), True, True, "a card", "cuda")
 
 
 def failing(error: Exception) -> Callable[..., Tensor]:

@@ -311,3 +311,23 @@ def test_the_compute_dtype_beside_codes_is_the_family_s_default(tmp_path: Path, 
     plan = slipcast.plan(file.write(tmp_path / "m.safetensors"), device="cuda:8.9,24GiB")
     assert plan.compute_dtype == "bfloat16"
     assert "the family's default" in plan.settings["dtype"].reason
+
+
+def test_plain_weights_are_quantised_to_nvfp4_where_that_is_asked_for(tmp_path: Path, tensors: Tensors) -> None:
+    path = tmp_path / "plain.safetensors"
+    save_file(tensors, path)
+    settings = {"device": "cpu", "dtype": "float32", "fp8": {"mode": "storage", "weights": "nvfp4"}}
+    loaded = slipcast.load(path, **settings)
+    plan = loaded.report.plan
+    assert loaded.report.differences == ()
+    assert {module.precision for module in plan.modules if module.codec} == {"nvfp4"}
+    assert {module.path for module in plan.modules if module.codec} == {
+        module.path for module in slipcast.plan(path, device="cpu", fp8="storage").modules if module.codec
+    }
+    layer = next(module.path for module in plan.modules if module.codec)
+    quantised = loaded.model.get_submodule(layer)
+    plain = slipcast.load(path, device="cpu", dtype="float32").model.get_submodule(layer)
+    inputs = torch.randn(5, plain.in_features, generator=torch.Generator().manual_seed(0))
+    assert 0.02 < relative_l2(quantised(inputs), plain(inputs)) < 0.15
+    again = slipcast.load(path, plan=plan)
+    assert again.report.plan == plan

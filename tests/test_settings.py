@@ -336,7 +336,7 @@ def test_a_setting_of_a_section_by_one_word_is_answered_with_the_form_that_works
 def test_no_message_shows_a_pattern(machine: Machine) -> None:
     with pytest.raises(SettingsError) as caught:
         machine.resolve({"device": "gpu:1"})
-    assert caught.value.expected.startswith("auto, cpu, cuda, cuda:N, or for plans a card")
+    assert caught.value.expected.startswith("auto, cpu, cuda, cuda:N, xpu, mps, or for plans a card")
     assert not set("^$\\") & set(str(caught.value))
 
 

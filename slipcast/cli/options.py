@@ -58,14 +58,14 @@ def settings_options(function: Function) -> Function:
 
 def device_option(function: Function) -> Function:
     """``--device`` of commands that load, given as ``device``."""
-    help_ = "Where the model goes: auto, cpu, cuda or cuda:N. Short for --set device=DEVICE."
+    help_ = "Where the model goes: auto, cpu, cuda, cuda:N, xpu or mps. Short for --set device=DEVICE."
     return click.option("--device", metavar="DEVICE", help=help_)(function)
 
 
 def planned_device_option(function: Function) -> Function:
     """``--device`` of commands that only plan, given as ``device``: it may be a card that is not there."""
     help_ = (
-        "Where the model would go: auto, cpu, cuda, cuda:N, or a card that is not there by its compute capability and "
+        "Where the model would go: auto, cpu, cuda, cuda:N, xpu, mps, or a card that is not there by its compute capability and "
         "memory, as cuda:8.6,12GiB. Short for --set device=DEVICE."
     )
     return click.option("--device", metavar="DEVICE", help=help_)(function)

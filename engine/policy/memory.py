@@ -1,0 +1,185 @@
+"""Where the parts of a pipeline lie while it runs: all on the device, or as much at a time as it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from slipcast.engine.plan import Decision
+from slipcast.engine.policy.snapshot import Snapshot
+from slipcast.engine.policy.vae import VaeWay
+from slipcast.registry.errors import DeviceError
+
+Mode = Literal["auto", "fast", "balanced", "low"]
+Kind = Literal["denoiser", "text_encoder", "vae", "other"]
+Tier = Literal["resident", "in_turn", "streamed", "streamed_encoders", "whole_modules"]
+Placement = Literal["resident", "in_turn", "streamed", "moved"]
+
+_MIB = 2**20
+_BLOCKS_AT_ONCE = 2
+"""One block computes while the next one comes."""
+
+TIERS: tuple[Tier, ...] = ("resident", "in_turn", "streamed", "streamed_encoders", "whole_modules")
+"""From the fastest on. From ``streamed`` on each takes less memory than the one before."""
+
+_SAYS: Mapping[Tier, str] = {
+    "resident": "everything stays on the device",
+    "in_turn": "text encoders, denoiser and VAE are on the device in turn",
+    "streamed": "the denoiser's blocks come to the device one by one",
+    "streamed_encoders": "the denoiser's blocks and the text encoders' layers come to the device one by one",
+    "whole_modules": "blocks and layers come one by one, and what has none comes whole while it is used",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One model of a pipeline.
+
+    Attributes:
+        role: the pipeline's name for it.
+        kind: what it is.
+        weight_bytes: of its parameters and buffers.
+        block_bytes: of each block that can be streamed by itself; empty where none can.
+        activation_bytes: the peak of its activations at the size that is asked for; of a VAE its ways say more.
+    """
+
+    role: str
+    kind: Kind
+    weight_bytes: int
+    block_bytes: tuple[int, ...] = ()
+    activation_bytes: int = 0
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes on the device while its blocks are streamed: what is in no block, and two of the largest blocks."""
+        at_once = sum(sorted(self.block_bytes)[-_BLOCKS_AT_ONCE:])
+        return self.weight_bytes - sum(self.block_bytes) + at_once
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDecision:
+    """Where the parts lie.
+
+    Attributes:
+        tier: the way that was chosen.
+        placements: role -> how the part is placed.
+        vae: how the VAE runs; None where the pipeline has none.
+        peak_bytes: predicted peak of the device's memory, of weights and activations.
+        peaks: tier -> its predicted peak with that VAE.
+        decision: requested, engaged, and why.
+    """
+
+    tier: Tier
+    placements: Mapping[str, Placement]
+    vae: VaeWay | None
+    peak_bytes: int
+    peaks: Mapping[Tier, int]
+    decision: Decision
+
+
+def decide_memory(
+    snapshot: Snapshot, parts: Sequence[Part], mode: Mode = "auto", vae_ways: Sequence[VaeWay] = ()
+) -> MemoryDecision:
+    """Choose where the parts of a pipeline lie, and how its VAE runs.
+
+    ``auto`` and ``fast`` take the first tier that fits, so everything stays on the device wherever it can, and run the
+    VAE in slices or tiles before they go down a tier. ``balanced`` streams the denoiser's blocks, and the encoders'
+    layers where that is needed to fit. ``low`` takes the least memory.
+
+    Args:
+        snapshot: the device and its memory now.
+        parts: the models of the pipeline.
+        mode: the setting ``memory``.
+        vae_ways: how the VAE can run, the one that changes least first.
+
+    Raises:
+        DeviceError: nothing fits. Nothing was moved or allocated for it.
+    """
+    tiers = _tiers(snapshot, mode)
+    for tier in tiers:
+        for way in vae_ways or (None,):
+            peak = peak_of(tier, parts, way)
+            if peak <= snapshot.budget:
+                peaks = {each: peak_of(each, parts, way) for each in TIERS}
+                reason = _reason(snapshot, tier, peaks, tiers)
+                decision = Decision(requested=mode, engaged=tier, reason=reason)
+                return MemoryDecision(tier, dict(_placements(tier, parts)), way, peak, peaks, decision)
+    raise _too_large(snapshot, parts, mode, vae_ways)
+
+
+def peak_of(tier: Tier, parts: Sequence[Part], vae: VaeWay | None = None) -> int:
+    """The most bytes that lie on the device at a time: parts work one after another, each beside what stays."""
+    placed = dict(_placements(tier, parts))
+    staying = sum(part.weight_bytes for part in parts if placed[part.role] == "resident")
+    working = 0
+    for part in parts:
+        own = {"resident": 0, "streamed": part.streamed_bytes}.get(placed[part.role], part.weight_bytes)
+        activations = vae.activation_bytes if part.kind == "vae" and vae is not None else part.activation_bytes
+        working = max(working, own + activations)
+    return staying + working
+
+
+def _placements(tier: Tier, parts: Sequence[Part]) -> Iterator[tuple[str, Placement]]:
+    for part in parts:
+        yield part.role, _placement(tier, part)
+
+
+def _placement(tier: Tier, part: Part) -> Placement:
+    if tier in ("resident", "in_turn"):
+        return tier
+    streams = part.kind == "denoiser" or (part.kind == "text_encoder" and tier != "streamed")
+    if streams and part.block_bytes:
+        return "streamed"
+    return "moved" if tier == "whole_modules" else "resident"
+
+
+def _tiers(snapshot: Snapshot, mode: Mode) -> tuple[Tier, ...]:
+    """The tiers that a mode may take. Where host and device share their memory, moving frees nothing."""
+    if snapshot.unified:
+        return ("resident",)
+    if mode == "balanced":
+        return ("streamed", "streamed_encoders", "whole_modules")
+    if mode == "low":
+        return ("whole_modules",)
+    return TIERS
+
+
+def _reason(snapshot: Snapshot, tier: Tier, peaks: Mapping[Tier, int], tiers: Sequence[Tier]) -> str:
+    budget = f"{_mib(snapshot.budget)} ({_mib(snapshot.free)} are free, {_mib(snapshot.reserve)} are left alone)"
+    reason = f"{_SAYS[tier]}: {_mib(peaks[tier])} of {budget}"
+    first = tiers[0]
+    return reason if tier == first else f"{reason}; {first} would take {_mib(peaks[first])}"
+
+
+def _too_large(snapshot: Snapshot, parts: Sequence[Part], mode: Mode, vae_ways: Sequence[VaeWay]) -> DeviceError:
+    """The refusal, with the setting that would make it fit."""
+    ways = tuple(vae_ways) or (None,)
+
+    def least(tiers: Sequence[Tier]) -> tuple[int, Tier]:
+        return min((peak_of(tier, parts, way), tier) for tier in tiers for way in ways)
+
+    needed, tier = least(_tiers(snapshot, mode))
+    anywhere, other = least(_tiers(snapshot, "auto"))
+    idle, _ = min((peak_of(each, _without_activations(parts)), each) for each in _tiers(snapshot, "auto"))
+    if anywhere <= snapshot.budget:
+        hint = f"set memory to auto: {_SAYS[other]}, which takes {_mib(anywhere)}"
+    elif idle <= snapshot.budget:
+        hint = "ask for a smaller picture or fewer at a time: the weights fit, the activations do not"
+    else:
+        hint = "keep the weights in fewer bytes (fp8=storage, text_encoder=fp8), or take a smaller model"
+    return DeviceError(
+        f"a pipeline that needs {_mib(needed)} at its peak with memory={mode} ({_SAYS[tier]})",
+        expected=f"at most {_mib(snapshot.budget)}: {_mib(snapshot.free)} are free on {snapshot.device.label}, "
+        f"{_mib(snapshot.reserve)} of them are left alone",
+        hint=hint,
+        items=(f"{part.role}: {_mib(part.weight_bytes)} of weights" for part in parts),
+    )
+
+
+def _without_activations(parts: Sequence[Part]) -> tuple[Part, ...]:
+    return tuple(Part(part.role, part.kind, part.weight_bytes, part.block_bytes) for part in parts)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.0f} MiB"
