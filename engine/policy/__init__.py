@@ -1,1 +1,1 @@
-"""Policies: pure functions from what a device has, what a pipeline needs and what was asked, to a decision with a reason."""
+"""Policies: pure functions from what a device has, a pipeline needs and a user asked, to a decision with a reason."""
