@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -13,8 +15,10 @@ from torch import nn
 
 from slipcast.engine.build import build_with_buffers
 from slipcast.engine.chunks import Chunk, chunks, is_cut, multiplies, piece_rows, rows_of, share
+from slipcast.engine.codecs import native
 from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
+from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.computed_rows import undone
 from slipcast.engine.file_codec import part_tensors
 from slipcast.engine.file_weight import FileWeight
@@ -23,7 +27,7 @@ from slipcast.engine.layers import quantise_module_
 from slipcast.engine.materialise import refuse_meta_tensors
 from slipcast.engine.plan import Piece, Plan, Target
 from slipcast.engine.quantised_model import mark_quantised_
-from slipcast.engine.reader import Reader, open_reader, with_own_storage
+from slipcast.engine.reader import Reader, open_reader, torch_dtype, with_own_storage
 from slipcast.engine.weight_entries import WEIGHT
 from slipcast.engine.workers import workers
 from slipcast.registry.errors import LoadCancelled, QuantisationError
@@ -164,6 +168,7 @@ def execute(
     reader = open_reader(header, mmap=mapped, pinned=torch.device(plan.device).type == "cuda")
     work = _Work(plan, assemble(header).weights, reader, progress, cancelled)
     try:
+        _prepare_encoding(work)
         with workers(plan.threads) as done:
             for read in done(partial(_run, work, job) for job in _jobs(work)):
                 for piece, rows in read:
@@ -172,6 +177,21 @@ def execute(
         return _assemble_model(plan, work.tensors, work.device), tuple(sorted(work.notes))
     finally:
         work.close()
+
+
+def _prepare_encoding(work: _Work) -> None:
+    """Have rows encoded by a compiled loop where so many of them are, by each thread, that this saves time."""
+    if work.device.type != "cpu":
+        return
+    elements: Counter[torch.dtype] = Counter()
+    for target in work.plan.targets:
+        if target.how == "encode" and isinstance(codec_named(target.codec or ""), Float8):
+            for piece in target.pieces:
+                dtype = torch.float32 if piece.codec else torch_dtype(work.bundles[piece.source].weight)
+                elements[dtype] += prod(piece.shape)
+    for dtype, count in elements.items():
+        if count // work.plan.threads >= native.WORTHWHILE:
+            native.prepare(dtype)
 
 
 def _run(work: _Work, job: _Job) -> _Read:
