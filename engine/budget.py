@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slipcast.engine.chunks import chunk_bytes, multiplies, piece_rows, share, slab_bytes
+from slipcast.engine.chunks import chunk_bytes, multiplies, piece_rows, share, side_bytes, slab_bytes
 from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.devices import Device
 from slipcast.engine.file_codec import part_tensors
 from slipcast.engine.plan import Bytes, Decision, Target, Verdict
 from slipcast.engine.precision import family_obstacle
+from slipcast.engine.prefetch import HOST_BYTES
+from slipcast.engine.reading import Reading
+from slipcast.engine.steps import spans, steps
+from slipcast.engine.windows import most_under_way, windows
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match
 from slipcast.registry.settings import Settings
@@ -18,37 +22,51 @@ from slipcast.registry.settings import Settings
 _MIB = 2**20
 
 
+_NUMBERS = 2**20
+"""What looks for codes that are no numbers, and other results of a few bytes each."""
 _PRODUCTS = 33 * 2**20
 """CUDA's workspace for products of matrices, of one thread: torch sets aside 32 MiB on Hopper, and less before."""
 
 
-def predict_bytes(
-    targets: Sequence[Target], match: Match, device: Device, *, chunk_mib: int, threads: int, mmap: bool
-) -> Bytes:
+def predict_bytes(targets: Sequence[Target], match: Match, device: Device, reading: Reading) -> Bytes:
     """Bytes that a load will take.
 
-    Resident is exact. The peaks count tensors: what the loader allocates for results, and in each of its threads for
-    one chunk of casting and, towards a GPU, for the page-locked buffer that a chunk is read into. The interpreter's own
-    objects come on top.
+    Resident is exact. The peaks count tensors: what the loader allocates for results, for chunks while they are cast,
+    and, towards a GPU, for the windows that are under way. The interpreter's own objects come on top.
     """
     weights = match.everything.weights
     resident = sum(stored.nbytes for target in targets for stored in target.stored)
-    mapped = sum(target.stored[0].nbytes for target in targets if target.mapped)
-    scratch = threads * max((chunk_bytes(target, weights, chunk_mib) for target in targets), default=0)
-    slab = threads * max((slab_bytes(target, weights, chunk_mib) for target in targets), default=0)
+    scratch = max((chunk_bytes(target, weights, reading.chunk_mib) for target in targets), default=0)
     read = _read(targets, match)
     if device.kind == "cpu":
-        anonymous = resident - mapped + scratch + (0 if mmap else slab)
+        mapped = sum(target.stored[0].nbytes for target in targets if target.mapped)
+        slab = max((slab_bytes(target, weights, reading.chunk_mib) for target in targets), default=0)
+        scratch *= reading.threads
+        anonymous = resident - mapped + scratch + (0 if reading.mapped else reading.threads * slab)
         return Bytes(resident=resident, device_peak=resident + scratch, host_peak_anonymous=anonymous, read=read)
-    if any(map(multiplies, targets)):
-        scratch += scratch // threads + _PRODUCTS
+    there, here = _way_to_a_device(targets, match, reading)
+    products = _PRODUCTS if any(map(multiplies, targets)) else 0
     computed = sum(stored.nbytes for target in targets if target.how == "computed" for stored in target.stored)
     return Bytes(
         resident=resident,
-        device_peak=resident + slab + scratch,
-        host_peak_anonymous=slab + computed,
+        device_peak=resident + there + scratch + products + _NUMBERS,
+        host_peak_anonymous=here + computed,
         read=read,
     )
+
+
+def _way_to_a_device(targets: Sequence[Target], match: Match, reading: Reading) -> tuple[int, int]:
+    """Bytes of what is on its way, on the device and in page-locked memory."""
+    weights = match.everything.weights
+    taken = list(steps(targets, weights, reading.chunk_mib))
+    cut = list(windows(taken, weights, reading.window_bytes, strict=not reading.prefetch))
+    alone = max((side_bytes(target, weights) for target in targets), default=0)
+    if reading.prefetch:
+        return most_under_way(cut, reading.windows) + alone, HOST_BYTES + alone
+    large = (span.nbytes for step in taken for span in spans(step, weights) if span.nbytes > reading.window_bytes)
+    alone = max((alone, *large))
+    slabs = min(reading.windows, len(cut)) * max((window.nbytes for window in cut), default=0)
+    return slabs + alone, slabs + alone
 
 
 def _read(targets: Sequence[Target], match: Match) -> int:

@@ -97,6 +97,12 @@ def slab_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) ->
     return max((_slab_bytes(target, piece, bundles[piece.source], chunk_mib) for piece in target.pieces), default=0)
 
 
+def side_bytes(target: Target, bundles: Mapping[str, Bundle]) -> int:
+    """Bytes of the largest tensor beside codes that is read for a target."""
+    coded = [bundles[piece.source] for piece in target.pieces if piece.codec is not None]
+    return max((side.nbytes for bundle in coded for side in bundle.sides.values()), default=0)
+
+
 def _is_whole(target: Target, piece: Piece) -> bool:
     """Whether a piece is read in one go: its rows are not the target's, or can't be taken apart."""
     if word_of(piece.operation) in _WHOLE or prod(piece.shape[1:]) != prod(target.shape[1:]) or not piece.shape:

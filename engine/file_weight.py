@@ -11,6 +11,7 @@ from slipcast.engine.codecs.base import CODES, Codec, Part
 from slipcast.engine.computed_rows import row_order
 from slipcast.engine.file_codec import matrix_shape, part_tensors
 from slipcast.engine.reader import Reader, torch_dtype
+from slipcast.engine.seen_values import SeenValues, hold_no_number
 from slipcast.registry.errors import QuantisationError
 from slipcast.registry.header import Shape, TensorInfo
 from slipcast.registry.keymap.link import Operation
@@ -27,7 +28,7 @@ class FileWeight:
         shape: its logical shape, without padding.
         reader: what reads the file.
         device: where values and parts are wanted.
-        notes: where sentences are put on values that a user should know of; None where nobody asks.
+        notes: takes down what a user should know of the values; None where nobody asks.
         codes_stay: whether codes stay in the mapped file, so that nobody may look at them.
     """
 
@@ -36,7 +37,7 @@ class FileWeight:
     shape: Shape
     reader: Reader
     device: torch.device
-    notes: set[str] | None = None
+    notes: SeenValues | None = None
     codes_stay: bool = False
 
     @property
@@ -116,8 +117,11 @@ class FileWeight:
         """
         assert self.codec is not None
         if name == CODES:
-            if self.notes is not None and not self.codes_stay and holds_no_number(part[: shape[0], ..., : shape[-1]]):
-                self.notes.add(f"{self.bundle.name} {_NO_NUMBERS}")
+            if self.notes is None or self.codes_stay:
+                return
+            condition = hold_no_number(part[: shape[0], ..., : shape[-1]])
+            if condition is not None:
+                self.notes.add_where(condition, f"{self.bundle.name} {_NO_NUMBERS}")
             return
         if self.notes is not None and part.ndim == 0 and not part:
             self.notes.add(f"{self.bundle.name} {_ALL_ZEROS}")
@@ -135,17 +139,3 @@ class FileWeight:
 
 _NO_NUMBERS = "holds codes that mean NaN or infinity: the file is damaged, and so are the model's outputs"
 _ALL_ZEROS = "has a scale of 0, so that it is all zeros whatever its codes: the file may be damaged"
-
-
-def holds_no_number(codes: torch.Tensor) -> bool:
-    """Whether float8 codes include NaN or infinity; codes in other dtypes can't. Takes no memory."""
-    largest = _LARGEST_FINITE.get(codes.dtype)
-    if largest is None or codes.numel() == 0:
-        return False
-    raw = codes.view(torch.uint8)
-    return bool(raw.view(torch.int8).amax() > largest) or bool(raw.amax() > largest + _SIGN)
-
-
-_LARGEST_FINITE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
-"""The byte of the largest positive number; those above mean NaN or infinity."""
-_SIGN = 0x80

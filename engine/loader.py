@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
 from slipcast.engine.build import build_with_buffers
-from slipcast.engine.chunks import Chunk, chunks, is_cut, multiplies, piece_rows, rows_of, share
-from slipcast.engine.codecs import native
+from slipcast.engine.chunks import piece_rows, rows_of, share
 from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
-from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.computed_rows import undone
+from slipcast.engine.fetching import Fetcher, WindowReader
 from slipcast.engine.file_codec import part_tensors
 from slipcast.engine.file_weight import FileWeight
 from slipcast.engine.fp8_compute import enable_compute_
 from slipcast.engine.layers import quantise_module_
 from slipcast.engine.materialise import refuse_meta_tensors
 from slipcast.engine.plan import Piece, Plan, Target
+from slipcast.engine.prefetch import PrefetchFetcher
 from slipcast.engine.quantised_model import mark_quantised_
-from slipcast.engine.reader import Reader, open_reader, torch_dtype, with_own_storage
+from slipcast.engine.reader import Reader, open_reader, with_own_storage
+from slipcast.engine.reading import Reading
+from slipcast.engine.seen_values import SeenValues
+from slipcast.engine.slabs import SlabFetcher
+from slipcast.engine.steps import Step, steps
 from slipcast.engine.weight_entries import WEIGHT
+from slipcast.engine.windows import Window, windows
 from slipcast.engine.workers import workers
 from slipcast.registry.errors import LoadCancelled, QuantisationError
 from slipcast.registry.header import Header
-from slipcast.registry.keymap.operations import NUMBERED, word_of
 from slipcast.registry.quantisation import Bundle, assemble
 from slipcast.registry.side_tensors import INPUT_SCALE
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all."""
-_Read = list[tuple[Piece, tuple[int, int]]]
-"""The rows of the file that a job has read."""
-_Job = Callable[[], _Read]
 
 
 class _Work:
@@ -48,7 +46,7 @@ class _Work:
 
     Attributes:
         tensors: stored name -> tensor, as they fill.
-        notes: what a user should know of the values that were read, as sentences.
+        notes: what a user should know of the values that were read.
     """
 
     def __init__(
@@ -61,11 +59,11 @@ class _Work:
     ) -> None:
         self.plan, self.bundles, self.reader = plan, bundles, reader
         self.device = torch.device(plan.device)
+        self.model: nn.Module | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self._progress, self._cancelled = progress, cancelled
-        self.notes: set[str] = set()
+        self.notes = SeenValues()
         self._local = threading.local()
-        self._streams: list[torch.cuda.Stream] = []
         self._scaled: set[str] = set()
         self._read = 0
 
@@ -75,13 +73,17 @@ class _Work:
         bundle = self.bundles[piece.source]
         return FileWeight(bundle, codec, piece.shape, self.reader, self.device, self.notes, codes_stay=target.mapped)
 
+    def allocate(self) -> None:
+        """Allocate the tensors of the result, in the caller's thread."""
+        _warm_up(self.device, self.plan.bytes.resident)
+        for target in self.plan.targets:
+            for stored in target.stored[int(target.mapped) :] if target.pieces else ():
+                dtype = getattr(torch, stored.dtype)
+                self.tensors[stored.name] = torch.empty(stored.shape, dtype=dtype, device=self.device)
+
     def stored(self, target: Target, index: int) -> torch.Tensor:
-        """A tensor of the result, allocated when its first values come."""
-        stored = target.stored[index]
-        if stored.name not in self.tensors:
-            dtype = getattr(torch, stored.dtype)
-            self.tensors[stored.name] = torch.empty(stored.shape, dtype=dtype, device=self.device)
-        return self.tensors[stored.name]
+        """A tensor of the result."""
+        return self.tensors[target.stored[index].name]
 
     def scratch(self, elements: int) -> torch.Tensor:
         """A float32 buffer of at least so many elements, reused; each thread has its own."""
@@ -91,38 +93,21 @@ class _Work:
             found = self._local.scratch = torch.empty(elements, dtype=torch.float32, device=self.device)
         return found
 
-    @contextmanager
-    def on_own_stream(self) -> Iterator[None]:
-        """Let a thread's work on a GPU run beside that of others, without gradients."""
-        if self.device.type != "cuda":
-            with torch.no_grad():
-                yield
-            return
-        stream: torch.cuda.Stream | None = getattr(self._local, "stream", None)
-        if stream is None:
-            stream = self._local.stream = torch.cuda.Stream(self.device)
-            stream.wait_stream(torch.cuda.default_stream(self.device))
-            self._streams.append(stream)
-        with torch.no_grad(), torch.cuda.stream(stream):
-            yield
-
-    def join_streams(self) -> None:
-        """Let what the caller does next come after everything that the threads began."""
-        for stream in self._streams:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-
-    def report(self, piece: Piece, rows: tuple[int, int]) -> None:
+    def report(self, step: Step) -> None:
         """Count rows that were read, and once the scales of their weight; let the caller know, and stop.
 
         Raises:
             LoadCancelled: the caller said so.
         """
-        bundle = self.bundles[piece.source]
-        self._read += share(bundle, piece, rows)
-        if piece.codec is not None and piece.source not in self._scaled:
-            self._scaled.add(piece.source)
-            tensors = part_tensors(bundle, codec_named(piece.codec))
-            self._read += sum(tensor.nbytes for name, tensor in tensors.items() if name != CODES)
+        if not step.rows:
+            return
+        for piece, rows in step.rows:
+            bundle = self.bundles[piece.source]
+            self._read += share(bundle, piece, rows)
+            if piece.codec is not None and piece.source not in self._scaled:
+                self._scaled.add(piece.source)
+                tensors = part_tensors(bundle, codec_named(piece.codec))
+                self._read += sum(tensor.nbytes for name, tensor in tensors.items() if name != CODES)
         total = self.plan.bytes.read
         if self._progress is not None:
             self._progress(self._read, total)
@@ -136,8 +121,16 @@ class _Work:
     def close(self) -> None:
         """Let go of everything, also where an error's traceback still holds this object."""
         self.reader.close()
+        self.model = None
         self.tensors = {}
         self._local = threading.local()
+
+
+def _warm_up(device: torch.device, nbytes: int) -> None:
+    """Let torch ask the driver once for what the result takes beyond what torch has at hand; each request is slow."""
+    if device.type == "cuda":
+        at_hand = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        torch.empty(max(nbytes - at_hand, 0), dtype=torch.uint8, device=device)
 
 
 def execute(
@@ -164,75 +157,74 @@ def execute(
         HeaderError: the file changed under the load.
         QuantisationError: values that can't be quantised, scales that can't be.
     """
-    mapped = plan.settings["mmap"].engaged == "true"
-    reader = open_reader(header, mmap=mapped, pinned=torch.device(plan.device).type == "cuda")
-    work = _Work(plan, assemble(header).weights, reader, progress, cancelled)
+    reading = Reading.of(plan.settings)
+    bundles = assemble(header).weights
+    work = _Work(plan, bundles, _open(plan, header, bundles, reading), progress, cancelled)
     try:
-        _prepare_encoding(work)
-        with workers(plan.threads) as done:
-            for read in done(partial(_run, work, job) for job in _jobs(work)):
-                for piece, rows in read:
-                    work.report(piece, rows)
-        work.join_streams()
-        return _assemble_model(plan, work.tensors, work.device), tuple(sorted(work.notes))
+        if isinstance(work.reader, WindowReader):
+            work.reader.start()
+        work.model = _build(plan)  # while the first windows are being read
+        for step in _read(work, reading):
+            work.report(step)
+        return _filled(plan, work.model, work.tensors, work.device), work.notes.sentences()
     finally:
         work.close()
 
 
-def _prepare_encoding(work: _Work) -> None:
-    """Have rows encoded by a compiled loop where so many of them are, by each thread, that this saves time."""
-    if work.device.type != "cpu":
+def _open(plan: Plan, header: Header, bundles: Mapping[str, Bundle], reading: Reading) -> Reader:
+    """The reader that the plan has decided on."""
+    if not reading.ahead_mib:
+        return open_reader(header, mmap=reading.mapped)
+    device = torch.device(plan.device)
+    taken = steps(plan.targets, bundles, reading.chunk_mib)
+    cut = list(windows(taken, bundles, reading.window_bytes, strict=not reading.prefetch))
+    pinned = device.type == "cuda" and not reading.prefetch
+    fetcher = _fetcher(header, bundles, device, reading, cut)
+    return WindowReader(header, bundles, fetcher, cut, under_way=reading.windows, pinned=pinned)
+
+
+def _fetcher(
+    header: Header, bundles: Mapping[str, Bundle], device: torch.device, reading: Reading, cut: Sequence[Window]
+) -> Fetcher:
+    if reading.prefetch:
+        return PrefetchFetcher(header, bundles, device, threads=reading.threads)
+    size = max((window.nbytes for window in cut), default=0)
+    return SlabFetcher(header, bundles, device, size=size, count=reading.windows, threads=reading.threads)
+
+
+def _read(work: _Work, reading: Reading) -> Iterator[Step]:
+    """Do all steps, and say of each that it is done.
+
+    On a GPU they are done in the caller's thread and stream: what takes long there are reads and copies, which others
+    do ahead. CUDA's workspace for products of matrices is then the one that the model will need.
+    """
+    work.allocate()
+    if isinstance(work.reader, WindowReader):
+        for window in work.reader.in_turn():
+            for step in window.steps:
+                yield _do(work, step)
         return
-    elements: Counter[torch.dtype] = Counter()
-    for target in work.plan.targets:
-        if target.how == "encode" and isinstance(codec_named(target.codec or ""), Float8):
-            for piece in target.pieces:
-                dtype = torch.float32 if piece.codec else torch_dtype(work.bundles[piece.source].weight)
-                elements[dtype] += prod(piece.shape)
-    for dtype, count in elements.items():
-        if count // work.plan.threads >= native.WORTHWHILE:
-            native.prepare(dtype)
+    with workers(reading.threads) as done:
+        yield from done(partial(_do, work, step) for step in steps(work.plan.targets, work.bundles, reading.chunk_mib))
 
 
-def _run(work: _Work, job: _Job) -> _Read:
-    with work.on_own_stream():
-        return job()
-
-
-def _done(job: _Job) -> _Job:
-    """A job that has been done already."""
+def _do(work: _Work, step: Step) -> Step:
+    """Do one step, in whatever thread."""
     with torch.no_grad():
-        read = job()
-    return lambda: read
-
-
-def _jobs(work: _Work) -> Iterator[_Job]:
-    """The chunks of all targets in file order. What they fill is allocated here, in the caller's thread."""
-    for target in _in_file_order(work):
-        for index in range(int(target.mapped), len(target.stored)):
-            work.stored(target, index)
-        if target.how == "keep":
-            yield from _keep_jobs(work, target)
+        if step.action == "fill":
+            _fill(work, step)
+        elif step.action == "keep":
+            _keep_rows(work, step)
+        elif step.action == "sort":
+            _keep_sorted(work, step)
         else:
-            # On a GPU what multiplies matrices is done here: CUDA's workspace for it is one that the model will need.
-            here = work.device.type == "cuda" and multiplies(target)
-            for piece in target.pieces:
-                for chunk in chunks(target, piece, work.plan.chunk_mib):
-                    job = partial(_fill, work, target, piece, chunk)
-                    yield _done(job) if here else job
+            _keep_static_scale(work, step.target)
+    return step
 
 
-def _in_file_order(work: _Work) -> list[Target]:
-    def place(target: Target) -> tuple[int, int, int]:
-        piece = target.pieces[0]
-        weight = work.bundles[piece.source].weight
-        return weight.file, weight.start, piece_rows(piece)[0]
-
-    return sorted((target for target in work.plan.targets if target.pieces), key=place)
-
-
-def _fill(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
-    """Bring one chunk of the file into the tensor that a target is stored in, or quantise it; says what was read."""
+def _fill(work: _Work, step: Step) -> None:
+    """Bring one chunk of the file into the tensor that a target is stored in, or quantise it."""
+    target, piece, chunk = step.only
     dtype = torch.float32 if target.how == "encode" else getattr(torch, target.stored[0].dtype)
     values = work.weight(target, piece).values(*chunk.rows, dtype)
     rows = slice(*chunk.target_rows)
@@ -244,7 +236,6 @@ def _fill(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
         _encode(work, target, values, rows)
     else:
         _rows(work.stored(target, 0), rows).copy_(values)
-    return [(piece, chunk.rows)]
 
 
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -266,30 +257,17 @@ def _encode(work: _Work, target: Target, values: torch.Tensor, rows: slice) -> N
         raise QuantisationError(f"{target.name}: {error.found}", expected=error.expected, hint=error.hint) from error
 
 
-def _keep_jobs(work: _Work, target: Target) -> Iterator[_Job]:
-    """Take over the file's codes and scales: as they lie there, sorted anew, or joined from several weights."""
-    pieces = sorted(target.pieces, key=lambda piece: piece.target_rows or (0, 0))
-    if len({piece.source for piece in pieces}) > 1:
-        for piece in pieces:
-            yield partial(_keep_rows, work, target, piece, Chunk(piece_rows(piece), piece.target_rows or (0, 0)))
-    elif len(pieces) > 1 or not is_cut(pieces[0]) or word_of(pieces[0].operation) in NUMBERED:
-        yield partial(_keep_sorted, work, target, pieces)
-    else:
-        for chunk in chunks(target, pieces[0], work.plan.chunk_mib):
-            yield partial(_keep_rows, work, target, pieces[0], chunk)
-    yield partial(_keep_static_scale, work, target)
-
-
-def _keep_sorted(work: _Work, target: Target, pieces: Sequence[Piece]) -> _Read:
+def _keep_sorted(work: _Work, step: Step) -> None:
     """Put several ranges of rows of one weight one after another, or all of its rows in another order."""
+    target, pieces = step.target, step.pieces
     parts = work.weight(target, pieces[0]).selected([piece_rows(piece) for piece in pieces], pieces[0].operation)
     for index, part in enumerate(parts.values()):
         work.stored(target, index).copy_(part)
-    return [(piece, piece_rows(piece)) for piece in pieces]
 
 
-def _keep_rows(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read:
+def _keep_rows(work: _Work, step: Step) -> None:
     """Put the parts of some rows where the target keeps them; each row of a joined weight gets its part's one scale."""
+    target, piece, chunk = step.only
     first, last = chunk.target_rows
     for index, (name, part) in enumerate(work.weight(target, piece).parts(*chunk.rows).items()):
         if target.mapped and name == CODES:
@@ -299,26 +277,29 @@ def _keep_rows(work: _Work, target: Target, piece: Piece, chunk: Chunk) -> _Read
         if out.ndim:  # of a padded part the last rows have no row of the weight
             out = out[first : None if last == rows_of(target.shape) else last]
         out.copy_(part.view(out.shape) if part.ndim else part)
-    return [(piece, chunk.rows)]
 
 
-def _keep_static_scale(work: _Work, target: Target) -> _Read:
+def _keep_static_scale(work: _Work, target: Target) -> None:
     """Take over the checkpoint's scale of activations, where the plan stores it; all pieces have the same."""
     for index, stored in enumerate(target.stored):
         if _leaf(stored.name) == INPUT_SCALE:
             scale = work.bundles[target.pieces[0].source].sides[INPUT_SCALE]
             work.stored(target, index).copy_(work.reader.elements(scale, 0, 1).view(()))
-    return []
 
 
-def _assemble_model(plan: Plan, tensors: dict[str, torch.Tensor], device: torch.device) -> nn.Module:
-    """Build the class and put every tensor in its place."""
+def _build(plan: Plan) -> nn.Module:
+    """Build the class, with layers that take codes where the plan has them, and no parameter yet."""
     model = build_with_buffers(plan.origin.model, plan.origin.config)
     compute_dtype = getattr(torch, plan.compute_dtype)
     for module in plan.modules:
         if module.codec is not None:
             layer = quantise_module_(model.get_submodule(module.path), codec_named(module.codec), compute_dtype)
             layer.full_precision = module.full_precision
+    return model
+
+
+def _filled(plan: Plan, model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
+    """The model with every tensor in its place."""
     for target in plan.targets:
         if target.codec is not None:
             quantised: Any = model.get_submodule(target.name.removesuffix(f".{WEIGHT}"))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slipcast.engine.devices import Device
+from slipcast.engine.driver_pool import DriverPool
 
 _STATUS = Path("/proc/self/status")
 _INTERVAL = 0.01
@@ -50,11 +51,13 @@ class Peaks:
     Attributes:
         seconds: how long it took.
         host_anonymous: the most anonymous host memory above that at the start, in bytes; None where unknown.
-        device: the most device memory that was asked of torch above that at the start, in bytes; None on a CPU.
+        device: the most device memory that was asked of torch, and the most that others allocated beside it, above that
+            at the start, in bytes; None on a CPU. The two may fall into different moments.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._pool = DriverPool(device.torch_device.index or 0) if device.kind == "cuda" else None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.seconds = 0.0
@@ -64,9 +67,10 @@ class Peaks:
     def __enter__(self) -> Peaks:
         self._base = anonymous_bytes()
         self._most = self._base or 0
-        if self._device.kind == "cuda":
+        if self._pool is not None:
             torch.cuda.reset_peak_memory_stats(self._device.torch_device)
-            self._device_base = self._requested("current")
+            self._pool.watch()
+            self._device_base = self._requested("current") + self._pool.used
         self._thread.start()
         self._began = time.perf_counter()
         return self
@@ -74,9 +78,9 @@ class Peaks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._device.kind == "cuda":
+        if self._pool is not None:
             torch.cuda.synchronize(self._device.torch_device)
-            self.device = self._requested("peak") - self._device_base
+            self.device = self._requested("peak") + self._pool.most_used - self._device_base
         self.seconds = time.perf_counter() - self._began
         self._stop.set()
         self._thread.join()

@@ -203,9 +203,11 @@ class Request(_Frozen):
     fp8_hints: str
     compile: str
     mmap: bool
+    reader: str
     unexpected: tuple[str, ...]
     chunk_mib: int | None
     threads: int | None
+    ahead_mib: int | None
     device_reserve_mib: int
 
 
@@ -241,16 +243,6 @@ class Plan(_Frozen):
     bytes: Bytes
     verdict: Verdict | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def chunk_mib(self) -> int:
-        """Size of the chunks that are cast, in MiB of float32 elements."""
-        return int(self.settings["chunk_mib"].engaged)
-
-    @property
-    def threads(self) -> int:
-        """How many chunks are read and cast at a time."""
-        return int(self.settings["threads"].engaged)
 
     @property
     def dropped(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from slipcast.engine.model_tensors import model_tensors
 from slipcast.engine.module_precision import ModuleChoices, ModuleChooser, WeightChoice
 from slipcast.engine.plan import Bytes, Decision, FileTensor, Origin, Plan, Request, Target
 from slipcast.engine.precision import Rules, decide_dtype, decide_fp8
-from slipcast.engine.reading import decide_chunk, decide_mmap, decide_threads
+from slipcast.engine.reading import Reading, decide_reading
 from slipcast.engine.saved_quantisation import saved_quantisation
 from slipcast.engine.targets import TargetMaker, refuse_other_kinds
 from slipcast.registry.errors import UnsupportedFormatError
@@ -82,9 +82,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
     fp8 = decide_fp8(settings.fp8.mode, match.family, match.bundles.values(), device, lambda: probe_fp8(device))
     classes = {type(module).__name__ for module in model.modules()}
     compile_, compiled = decide_compile(settings.compile, match.family.runtime.compile, classes, device, dtype.engaged)
-    mmap = decide_mmap(settings.mmap, device)
-    threads = decide_threads(settings.threads)
-    chunk = decide_chunk(settings.chunk_mib, device)
+    reading = decide_reading(settings, device, match.header)
     rules = Rules.of(match.family.precision)
     codecs = _codecs(match, accounts, saved.nvfp4_layout or match.family.precision.nvfp4_layout)
     tied = frozenset(chain.from_iterable(tensors.ties.items()))
@@ -96,9 +94,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
             match, accounts, codecs, modules.by_weight, saved, rules, dtype.engaged, device, settings.mmap
         )
         targets = tuple(maker.targets(tensors))
-        mapped = mmap.engaged == "true"
-        reading = {"chunk_mib": int(chunk.engaged), "threads": int(threads.engaged)}
-        return modules, targets, predict_bytes(targets, match, device, mmap=mapped, **reading)
+        return modules, targets, predict_bytes(targets, match, device, Reading.of(reading))
 
     modules, targets, bytes_ = planned(fp8.engaged)
     fp8 = _as_engaged(fp8, modules)
@@ -111,9 +107,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
             "fp8": fp8,
             **({"fp8.remainder": modules.remainder} if modules.remainder is not None else {}),
             "compile": compile_,
-            "mmap": mmap,
-            "threads": threads,
-            "chunk_mib": chunk,
+            **reading,
         },
         device=device.name,
         compute_dtype=dtype.engaged,
@@ -212,9 +206,11 @@ def _request(settings: Settings) -> Request:
         fp8_hints=settings.fp8.hints,
         compile=settings.compile,
         mmap=settings.mmap,
+        reader=settings.reader,
         unexpected=tuple(settings.unexpected),
         chunk_mib=settings.chunk_mib,
         threads=settings.threads,
+        ahead_mib=settings.ahead_mib,
         device_reserve_mib=settings.device_reserve_mib,
     )
 

@@ -43,7 +43,7 @@ SAFETENSORS_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for
 
 
 class Reader(Protocol):
-    """Gives the elements of a tensor of the file, on the CPU.
+    """Gives the elements of a tensor of the file.
 
     Attributes:
         lasting: whether results stay valid after the next call.
@@ -52,7 +52,7 @@ class Reader(Protocol):
     lasting: bool
 
     def elements(self, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` of a tensor, row-major, as one dimension.
+        """Elements ``start`` to ``stop`` of a tensor, row-major, as one dimension; on the CPU, or where they lie.
 
         The result is valid until the thread's next call; only a mapped reader's views live longer.
         """
@@ -64,18 +64,17 @@ class Reader(Protocol):
         """Let go of the files."""
 
 
-def open_reader(header: Header, *, mmap: bool, pinned: bool = False) -> Reader:
+def open_reader(header: Header, *, mmap: bool) -> Reader:
     """A reader for a header's files.
 
     Args:
         header: whose files are read.
         mmap: map the files; else read them into a buffer.
-        pinned: the buffer is page-locked, for copies to a GPU.
 
     Raises:
         HeaderError: a file is not as long as it was when its header was read.
     """
-    return MappedReader(header) if mmap else BufferedReader(header, pinned=pinned)
+    return MappedReader(header) if mmap else BufferedReader(header)
 
 
 def torch_dtype(tensor: TensorInfo) -> torch.dtype:
@@ -139,10 +138,60 @@ class MappedReader:
         """All bytes of a file."""
         if index not in self._files:
             path = self._header.files[index]
-            size = _checked_size(self._header, index)
+            size = checked_size(self._header, index)
             storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
             self._files[index] = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
         return self._files[index]
+
+
+class OpenFiles:
+    """A header's files, opened by each thread for itself, so that several read at a time."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._local = threading.local()
+        self._files: list[FileIO] = []
+
+    def path_of(self, tensor: TensorInfo) -> Path:
+        """The file that holds a tensor."""
+        return self._header.files[tensor.file]
+
+    def read_into(self, view: memoryview, tensor: TensorInfo, first: int) -> None:
+        """Fill a view with bytes of a tensor.
+
+        Args:
+            view: bytes that are written.
+            tensor: the tensor.
+            first: the first byte, counted from the tensor's own.
+
+        Raises:
+            HeaderError: the file is shorter than its header says.
+        """
+        file = self._file(tensor.file)
+        file.seek(tensor.start + first)
+        read = 0
+        while read < len(view):
+            step = file.readinto(view[read:])
+            if not step:
+                raise changed(self.path_of(tensor), f"it ends inside {tensor.name}")
+            read += step
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+        self._files.clear()
+        self._local = threading.local()
+
+    def _file(self, index: int) -> FileIO:
+        opened: dict[int, FileIO] | None = getattr(self._local, "files", None)
+        if opened is None:
+            opened = self._local.files = {}
+        if index not in opened:
+            checked_size(self._header, index)
+            opened[index] = self._header.files[index].open("rb", buffering=0)
+            self._files.append(opened[index])
+        return opened[index]
 
 
 class BufferedReader:
@@ -151,36 +200,24 @@ class BufferedReader:
     lasting = False
 
     def __init__(self, header: Header, *, pinned: bool = False) -> None:
-        self._header = header
+        self._files = OpenFiles(header)
         self._pinned = pinned
         self._local = threading.local()
-        self._files: list[FileIO] = []
 
     def elements(self, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
         """See ``Reader``."""
         dtype = torch_dtype(tensor)
-        count = (stop - start) * dtype.itemsize
-        buffer = self._buffer(count)
-        file = self._file(tensor.file)
-        file.seek(tensor.start + start * dtype.itemsize)
-        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        read = 0
-        while read < count:
-            step = file.readinto(view[read:])
-            if not step:
-                raise _changed(self._header.files[tensor.file], f"it ends inside {tensor.name}")
-            read += step
+        buffer = self._buffer((stop - start) * dtype.itemsize)
+        self._files.read_into(memoryview(buffer.numpy()), tensor, start * dtype.itemsize)  # type: ignore[arg-type]
         return buffer.view(dtype)
 
     def path_of(self, tensor: TensorInfo) -> Path:
         """See ``Reader``."""
-        return self._header.files[tensor.file]
+        return self._files.path_of(tensor)
 
     def close(self) -> None:
         """Close the files and let go of the buffers."""
-        for file in self._files:
-            file.close()
-        self._files.clear()
+        self._files.close()
         self._local = threading.local()
 
     def _buffer(self, count: int) -> torch.Tensor:
@@ -191,31 +228,26 @@ class BufferedReader:
             found = self._local.buffer = torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
         return found[:count]
 
-    def _file(self, index: int) -> FileIO:
-        opened: dict[int, FileIO] | None = getattr(self._local, "files", None)
-        if opened is None:
-            opened = self._local.files = {}
-        if index not in opened:
-            _checked_size(self._header, index)
-            opened[index] = self._header.files[index].open("rb", buffering=0)
-            self._files.append(opened[index])
-        return opened[index]
 
+def checked_size(header: Header, index: int) -> int:
+    """The size of a file in bytes, if it still holds all that the header says.
 
-def _checked_size(header: Header, index: int) -> int:
-    """The size of a file, if it still holds all that the header says."""
+    Raises:
+        HeaderError: it does not.
+    """
     path = header.files[index]
     needed = max((tensor.stop for tensor in header.tensors.values() if tensor.file == index), default=0)
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise _changed(path, f"it can't be opened ({error.strerror})") from error
+        raise changed(path, f"it can't be opened ({error.strerror})") from error
     if size < needed:
-        raise _changed(path, f"it has {size:,} bytes where its header needs {needed:,}")
+        raise changed(path, f"it has {size:,} bytes where its header needs {needed:,}")
     return size
 
 
-def _changed(path: Path, what: str) -> HeaderError:
+def changed(path: Path, what: str) -> HeaderError:
+    """The error of a file that is no longer what its header said."""
     return HeaderError(
         f"the file has changed since its header was read: {what}",
         expected="a file that stays as it is while it is loaded",

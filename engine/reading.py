@@ -1,15 +1,82 @@
-"""Decides how the file is read: mapped or copied, and how many chunks at a time."""
+"""Decides how the file is read: by whom, how much at a time and how far ahead."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from slipcast.engine.devices import Device
 from slipcast.engine.plan import Decision
+from slipcast.engine.prefetch import prefetch_obstacle
+from slipcast.engine.reader import is_aligned
+from slipcast.registry.header import Header
+from slipcast.registry.settings import Settings
 
 _MOST_THREADS = 8
 """More cores than this wait for memory."""
 _CHUNK_MIB, _DEVICE_CHUNK_MIB = 6, 32
+_AHEAD_MIB = {"prefetch": 640, "slabs": 192}
+_PREFETCH_WINDOWS = 4
+"""Windows under way at a time: while one is cast the others are read."""
+_SLABS_PER_THREAD = 1.5
+"""While each thread fills one, some are copied and cast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a file is read, as a plan has decided it.
+
+    Attributes:
+        mapped: on the CPU, whether tensors that are not cast stay in the mapped file.
+        prefetch: on a GPU, whether safetensors' prefetch reads; else slabs do.
+        threads: how many threads read, on the CPU also cast.
+        chunk_mib: size of the chunks that are cast, in MiB of float32 elements.
+        ahead_mib: MiB of the file that are under way to a GPU at a time; 0 where the file is read for the CPU.
+    """
+
+    mapped: bool
+    prefetch: bool
+    threads: int
+    chunk_mib: int
+    ahead_mib: int
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Decision]) -> Reading:
+        """The reading that these decisions, those of ``decide_reading``, make up."""
+        return cls(
+            mapped=settings["mmap"].engaged == "true",
+            prefetch="reader" in settings and settings["reader"].engaged == "prefetch",
+            threads=int(settings["threads"].engaged),
+            chunk_mib=int(settings["chunk_mib"].engaged),
+            ahead_mib=int(settings["ahead_mib"].engaged) if "ahead_mib" in settings else 0,
+        )
+
+    @property
+    def windows(self) -> int:
+        """How many windows are under way at a time."""
+        return _PREFETCH_WINDOWS if self.prefetch else int(self.threads * _SLABS_PER_THREAD) + 1
+
+    @property
+    def window_bytes(self) -> int:
+        """The most bytes of a window that more than one step shares."""
+        return self.ahead_mib * 2**20 // self.windows
+
+
+def decide_reading(settings: Settings, device: Device, header: Header) -> dict[str, Decision]:
+    """Decide what makes up a ``Reading``. What has no bearing on the CPU is there only if it was asked for."""
+    reader = decide_reader(settings.reader, device, header)
+    ahead = decide_ahead(settings.ahead_mib, reader)
+    on_the_way = {"reader": reader, "ahead_mib": ahead}
+    if device.kind == "cpu":
+        on_the_way = {name: decision for name, decision in on_the_way.items() if decision.requested != "auto"}
+    return {
+        "mmap": decide_mmap(settings.mmap, device),
+        "threads": decide_threads(settings.threads),
+        "chunk_mib": decide_chunk(settings.chunk_mib, device),
+        **on_the_way,
+    }
 
 
 def decide_mmap(mmap: bool, device: Device) -> Decision:
@@ -25,8 +92,33 @@ def decide_mmap(mmap: bool, device: Device) -> Decision:
     return Decision(requested=requested, engaged=requested, reason=mapped if mmap else copied)
 
 
+def decide_reader(requested: str, device: Device, header: Header) -> Decision:
+    """How the file comes to a GPU. Engaged is "prefetch" or "slabs", and on the CPU "file"."""
+    if device.kind == "cpu":
+        return Decision(requested=requested, engaged="file", reason="the CPU reads it as mmap says")
+    if requested == "slabs":
+        return Decision(requested=requested, engaged=requested, reason="as requested")
+    obstacle = _obstacle_of(device) or prefetch_obstacle() or _obstacle_in(header)
+    if obstacle is not None:
+        return Decision(requested=requested, engaged="slabs", reason=obstacle)
+    reason = "as requested" if requested == "prefetch" else "the installed safetensors has it"
+    return Decision(requested=requested, engaged="prefetch", reason=reason)
+
+
+def _obstacle_of(device: Device) -> str | None:
+    return None if device.kind == "cuda" else f"safetensors prefetches to no {device.kind}"
+
+
+def _obstacle_in(header: Header) -> str | None:
+    """Why the files can't be prefetched, as a clause."""
+    if header.container == "gguf":
+        return "safetensors reads no GGUF"
+    odd = [tensor.name for tensor in header.tensors.values() if not is_aligned(tensor)]
+    return f"{odd[0]} begins at no whole item, or is of a dtype that torch has not" if odd else None
+
+
 def decide_threads(requested: int | None) -> Decision:
-    """How many chunks are read and cast at a time. Engaged is a number.
+    """How many threads read. Engaged is a number.
 
     Args:
         requested: the setting; None leaves it to torch's number of threads.
@@ -48,3 +140,14 @@ def decide_chunk(requested: int | None, device: Device) -> Decision:
         return Decision(requested="auto", engaged=str(_CHUNK_MIB), reason=reason)
     reason = "a copy to the device takes longer than what starts it"
     return Decision(requested="auto", engaged=str(_DEVICE_CHUNK_MIB), reason=reason)
+
+
+def decide_ahead(requested: int | None, reader: Decision) -> Decision:
+    """How many MiB of the file are under way to a GPU at a time. Engaged is a number, 0 on the CPU."""
+    asked = "auto" if requested is None else str(requested)
+    if reader.engaged not in _AHEAD_MIB:
+        return Decision(requested=asked, engaged="0", reason="nothing is read ahead for the CPU")
+    if requested is not None:
+        return Decision(requested=asked, engaged=asked, reason="as requested")
+    engaged = str(_AHEAD_MIB[reader.engaged])
+    return Decision(requested=asked, engaged=engaged, reason=f"enough to keep {reader.engaged} busy")

@@ -12,7 +12,7 @@ from slipcast.engine.measure import Peaks, count_bytes
 from slipcast.engine.plan import Plan
 
 _MIB = 2**20
-_REFUSABLE = frozenset({"dtype", "fp8", "compile"})
+_REFUSABLE = frozenset({"dtype", "fp8", "compile", "reader"})
 """Requests that can be refused. Others are only made more exact, as cuda is, or have no bearing, as mmap on a GPU."""
 
 
@@ -69,12 +69,14 @@ class Report:
         in_fp8 = sum(module.products is not None for module in plan.modules)
         products = f", {in_fp8} multiply in fp8" if in_fp8 else ""
         storage = " and ".join(codes) or plan.compute_dtype
+        reader = plan.settings["reader"].engaged if "reader" in plan.settings else "file"
         return (
             f"{plan.origin.family}{variant}: storage {storage}, compute {plan.compute_dtype}, "
             f"{plan.bytes.resident / _MIB:,.1f} MiB predicted, {self.resident / _MIB:,.1f} MiB resident "
             f"on {plan.device}, "
-            f"{quantised} modules quantised, {kept} kept in {plan.compute_dtype}{products}, {self.seconds:.2f} s"
-            + (f" [{refused}]" if refused else "")
+            f"{quantised} modules quantised, {kept} kept in {plan.compute_dtype}{products}, "
+            f"{plan.bytes.read:,} bytes read by {reader} in {self.seconds:.2f} s, "
+            f"{plan.bytes.read / max(self.seconds, 1e-9) / 1e9:.1f} GB/s" + (f" [{refused}]" if refused else "")
         )
 
 

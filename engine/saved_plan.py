@@ -22,9 +22,11 @@ _DECIDED = frozenset(
         "fp8",
         "compile",
         "mmap",
+        "reader",
         "unexpected",
         "chunk_mib",
         "threads",
+        "ahead_mib",
         "device_reserve_mib",
     }
 )
@@ -73,9 +75,11 @@ def _with_request(request: Request, settings: Settings) -> Settings:
             },
             "compile": request.compile,
             "mmap": request.mmap,
+            "reader": request.reader,
             "unexpected": request.unexpected,
             "chunk_mib": request.chunk_mib,
             "threads": request.threads,
+            "ahead_mib": request.ahead_mib,
             "device_reserve_mib": request.device_reserve_mib,
         }
     )

@@ -145,6 +145,10 @@ class Settings(_Section):
     mmap: bool
     """Whether weights that need no cast stay in the memory-mapped file when the model is on the CPU."""
 
+    reader: Literal["auto", "prefetch", "slabs"]
+    """How a checkpoint comes to a GPU. prefetch: by safetensors' own reading ahead, where the installed version has it.
+    slabs: through page-locked buffers. auto: prefetch where it can be, else slabs."""
+
     unexpected: Texts
     """Globs on the names of tensors that may be left over."""
 
@@ -167,7 +171,11 @@ class Settings(_Section):
     """Size in MiB of the pieces in which rows are cast, counted in float32; null: 6 on the CPU, 32 on other devices."""
 
     threads: int | None = Field(ge=1)
-    """How many of these pieces are read and cast at a time; null: as many as torch uses threads, 8 at most."""
+    """How many threads read, and on the CPU also cast, a piece each; null: as many as torch uses, 8 at most."""
+
+    ahead_mib: int | None = Field(ge=1)
+    """Most MiB of the file that lie on a GPU beside the result while they are read ahead and cast; null: 640 with
+    prefetch, 192 with slabs."""
 
     header_limit_mib: int = Field(ge=1)
     """Largest header in MiB that is read from a file."""

@@ -88,11 +88,23 @@ def load(
         SlipcastError: as ``plan`` does; ``PlanMismatchError`` for a plan of another file; ``LoadCancelled``.
     """
     from slipcast.engine.described_device import refuse_described
+    from slipcast.engine.without_collection import without_collection
 
     resolved = resolve(path, settings)
     if plan is not None:
         resolved = _settings_of_plan(plan, resolved, settings)
     refuse_described(resolved.device)
+    with without_collection():
+        return _load(path, resolved, plan, progress, cancelled)
+
+
+def _load(
+    path: str | Path,
+    resolved: Settings,
+    plan: Plan | None,
+    progress: Callable[[int, int], None] | None,
+    cancelled: Callable[[], bool] | None,
+) -> Loaded:
     identified = identify_path(path, resolved)
     from slipcast.engine.compiled_blocks import compile_planned_
     from slipcast.engine.devices import resolve_device  # imports torch, which what is refused should not wait for

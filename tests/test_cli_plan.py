@@ -112,7 +112,7 @@ def test_what_is_dropped_is_named_with_its_reason(folder):
 
 
 @pytest.mark.parametrize(
-    ("device", "fits"), [("cuda:8.6,24GiB", True), ("cuda:8.6,514MiB", True), ("cuda:8.6,513MiB", False)]
+    ("device", "fits"), [("cuda:8.6,24GiB", True), ("cuda:8.6,517MiB", True), ("cuda:8.6,513MiB", False)]
 )
 def test_a_card_that_is_not_there(model, device, fits):
     plan = json_of("plan", model, "--device", device)

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 import slipcast
+from slipcast.engine import reading
 from slipcast.engine.build import build_on_meta
 from slipcast.engine.plan import Plan
+from slipcast.engine.prefetch import HOST_BYTES
+from slipcast.engine.reading import Reading
 from slipcast.registry.errors import DeviceError, QuantisationError, SettingsError, UnsupportedFormatError
 from support.fp8_checkpoints import QUANTISED, Scaled, fp8_file
 from support.isolation import isolate
@@ -84,11 +87,25 @@ def test_peaks_are_the_result_and_one_chunk(published: Path, chunk_mib: int) -> 
     copied = slipcast.plan(published, device="cpu", mmap=False, **settings).bytes
     slab = copied.host_peak_anonymous - copied.resident - scratch
     assert chunk_mib * MIB * 0.4 < slab <= chunk_mib * MIB * 0.5
-    card = slipcast.plan(published, device="cuda:8.6,24GiB", **settings).bytes
-    assert card.device_peak == card.resident + scratch + slab
-    assert card.host_peak_anonymous == slab
     three = slipcast.plan(published, device="cpu", **settings | {"threads": 3})
     assert three.bytes.host_peak_anonymous == mapped.bytes.host_peak_anonymous + 2 * scratch
+
+
+@pytest.mark.parametrize("reader", ["slabs", "prefetch"])
+@pytest.mark.parametrize(("ahead_mib", "threads"), [(192, 8), (64, 2)])
+def test_peaks_towards_a_gpu_are_the_result_what_is_under_way_and_one_chunk(
+    published: Path, monkeypatch: pytest.MonkeyPatch, reader: str, ahead_mib: int, threads: int
+) -> None:
+    monkeypatch.setattr(reading, "prefetch_obstacle", lambda: None)
+    settings = {"dtype": "bfloat16", "fp8": "storage", "chunk_mib": 8, "reader": reader, "threads": threads}
+    plan = slipcast.plan(published, device="cuda:8.6,24GiB", ahead_mib=ahead_mib, **settings)
+    assert plan.settings["reader"].engaged == reader
+    under_way = plan.bytes.device_peak - plan.bytes.resident - 8 * MIB
+    assert ahead_mib * MIB * 0.85 < under_way < ahead_mib * MIB + 2 * MIB
+    if reader == "slabs":
+        assert 0 <= under_way - plan.bytes.host_peak_anonymous < 2 * MIB
+    else:
+        assert plan.bytes.host_peak_anonymous == HOST_BYTES
 
 
 @pytest.mark.parametrize(
@@ -115,7 +132,7 @@ def test_the_size_of_chunks_is_decided(published: Path, device: str, requested: 
     plan = slipcast.plan(published, device=device, fp8="storage", chunk_mib=requested)
     decision = plan.settings["chunk_mib"]
     assert (decision.requested, decision.engaged) == (str(requested or "auto"), engaged)
-    assert plan.chunk_mib == int(engaged)
+    assert Reading.of(plan.settings).chunk_mib == int(engaged)
 
 
 def test_a_plan_says_what_was_asked_and_why(published: Path) -> None:

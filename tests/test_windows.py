@@ -1,0 +1,284 @@
+"""Windows that are read ahead, and both ways of fetching them, on a CPU: the bits of a plain load, and no remains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import safetensors
+import torch
+from torch import nn
+
+import slipcast
+from slipcast.engine import loader, prefetch, reading
+from slipcast.engine.plan import Plan
+from slipcast.engine.reader import OpenFiles
+from slipcast.engine.steps import spans, steps
+from slipcast.engine.windows import most_under_way, windows
+from slipcast.registry.errors import DeviceError, HeaderError, LoadCancelled
+from slipcast.registry.header import TensorInfo
+from slipcast.registry.inspection import identify_path
+from slipcast.registry.settings import resolve_settings
+from support.fp8_checkpoints import KEPT, QUANTISED, Scaled, fp8_file
+from support.isolation import isolate
+from support.number_formats import bytes_of
+from support.tiny_z_image import tiny_tensors, write_native
+
+CARD = "cuda:9.0,80GiB"
+SOURCES = ["plain", "scaled", "blocks", "raw"]
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolate(monkeypatch, tmp_path)
+
+
+class _Loader:
+    """What safetensors documents of its ``PrefetchLoader``, on the CPU: each tensor once, until it is closed."""
+
+    open: ClassVar[list[_Loader]] = []
+
+    def __init__(self, file: Any, plan: Mapping[str, slice | None]) -> None:
+        self._file, self._plan = file, dict(plan)
+        assert plan, "prefetch plan selects no tensors"
+        self.open.append(self)
+
+    def take(self, name: str) -> torch.Tensor:
+        rows = self._plan.pop(name)
+        assert rows is None or rows.step is None
+        return self._file.get_tensor(name) if rows is None else self._file.get_slice(name)[rows]
+
+    def close(self) -> None:
+        self.open.remove(self)
+
+
+class _File:
+    real = safetensors.safe_open
+
+    def __init__(self, path: str, framework: str, *, backend: str) -> None:
+        assert backend == "pread"
+        self._file = self.real(path, framework)
+
+    def prefetch(self, plan: Mapping[str, slice | None], *, device: str, threads: int) -> _Loader:
+        assert (device, threads) == ("cpu", 3)
+        return _Loader(self._file.__enter__(), plan)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.__exit__(None, None, None)
+
+
+@pytest.fixture
+def _prefetching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch.safetensors, "safe_open", _File)
+    _Loader.open.clear()
+
+
+def _source(tmp_path: Path, name: str) -> Path:
+    tensors = tiny_tensors()
+    path = tmp_path / f"{name}.safetensors"
+    if name == "plain":
+        return write_native(path, tensors, prefix="model.diffusion_model.")
+    if name == "scaled":
+        scaled = fp8_file(tensors, QUANTISED[::2], Scaled(""))
+        for layer in (*QUANTISED[1::2], *KEPT):
+            scaled.scale_layer(layer, Scaled("N", "old"))
+        return scaled.write(path)
+    if name == "blocks":
+        return fp8_file(tensors, QUANTISED, Scaled("NB1")).write(path)
+    raw = fp8_file(tensors)
+    for each in list(raw.native):
+        raw.cast(each)
+    return raw.write(path)
+
+
+def _planned(path: Path, reader: str, **settings: Any) -> Plan:
+    """A plan for a card, to be executed on the CPU."""
+    settings = {"dtype": "bfloat16", "threads": 3, "chunk_mib": 1, "ahead_mib": 1} | settings
+    plan = slipcast.plan(path, device=CARD, reader=reader, **settings)
+    assert plan.settings["reader"].engaged == reader
+    return plan.model_copy(update={"device": "cpu"})
+
+
+def _execute(path: Path, plan: Plan, **options: Any) -> nn.Module:
+    return loader.execute(plan, identify_path(path, resolve_settings().values).main.header, **options)[0]
+
+
+def _bits(model: nn.Module) -> dict[str, tuple[torch.dtype, bytes]]:
+    return {name: (tensor.dtype, bytes_of(tensor).tobytes()) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.usefixtures("_prefetching")
+@pytest.mark.parametrize("reader", ["slabs", "prefetch"])
+@pytest.mark.parametrize("fp8", ["auto", "off", "storage"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_load_in_windows_has_the_bits_of_a_plain_one(tmp_path: Path, source: str, fp8: str, reader: str) -> None:
+    path = _source(tmp_path, source)
+    done: list[tuple[int, int]] = []
+    plan = _planned(path, reader, fp8=fp8)
+    model = _execute(path, plan, progress=lambda read, total: done.append((read, total)))
+    assert _bits(model) == _bits(slipcast.load(path, device="cpu", dtype="bfloat16", fp8=fp8).model)
+    assert done[-1] == (plan.bytes.read, plan.bytes.read)
+    assert not _Loader.open
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("slipcast")]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("strict", [True, False])
+def test_windows_hold_what_their_steps_read_and_no_more(tmp_path: Path, source: str, strict: bool) -> None:
+    path, size = _source(tmp_path, source), 12_000
+    plan = _planned(path, "slabs")
+    bundles = identify_path(path, resolve_settings().values).main.everything.weights
+    taken = list(steps(plan.targets, bundles, 1))
+    cut = list(windows(taken, bundles, size, strict=strict))
+    assert [step for window in cut for step in window.steps] == taken
+    assert len(cut) > 3
+    held = 0
+    for window in cut:
+        held += sum(span.nbytes for span in window.spans)
+        places = {span.source: span for span in window.spans}
+        assert len(places) == len(window.spans)
+        assert window.nbytes <= size or (not strict and len(window.steps) == 1)
+        for step in window.steps:
+            for span in spans(step, bundles):
+                if strict and span.nbytes > size:
+                    continue
+                assert places[span.source].first <= span.first <= span.last <= places[span.source].last
+    alone = sum(span.nbytes for step in taken for span in spans(step, bundles) if strict and span.nbytes > size)
+    assert (alone > 0) == strict
+    weights = sum(span.nbytes for step in taken for span in spans(step, bundles))
+    assert held + alone == weights  # nothing is read twice
+    assert most_under_way(cut, 1) == max(window.nbytes for window in cut)
+    assert most_under_way(cut, len(cut)) == sum(window.nbytes for window in cut)
+
+
+@pytest.mark.usefixtures("_prefetching")
+@pytest.mark.parametrize("reader", ["slabs", "prefetch"])
+def test_a_cancelled_load_in_windows_leaves_nothing(tmp_path: Path, reader: str) -> None:
+    path = _source(tmp_path, "plain")
+    asked: list[int] = []
+
+    def cancelled() -> bool:
+        asked.append(1)
+        return len(asked) == 7
+
+    with pytest.raises(LoadCancelled):
+        _execute(path, _planned(path, reader), cancelled=cancelled)
+    assert len(asked) == 7
+    assert not _Loader.open
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("slipcast")]
+
+
+def _truncated_before(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+@pytest.mark.usefixtures("_prefetching")
+@pytest.mark.parametrize("reader", ["slabs", "prefetch"])
+def test_a_truncated_file_is_refused(tmp_path: Path, reader: str) -> None:
+    path = _source(tmp_path, "plain")
+    plan = _planned(path, reader)
+    header = identify_path(path, resolve_settings().values).main.header
+    _truncated_before(path)
+    with pytest.raises(HeaderError) as caught:
+        loader.execute(plan, header)
+    assert "bytes where its header needs" in caught.value.found
+    assert not _Loader.open
+
+
+@pytest.mark.usefixtures("_prefetching")
+@pytest.mark.parametrize(
+    ("fault", "error", "found"),
+    [
+        ("truncate", HeaderError, "bytes where its header needs"),
+        ("exchange", HeaderError, "came as torch.int8"),
+        ("fail", DeviceError, "safetensors' prefetch failed: cuda error 2"),
+    ],
+)
+def test_what_goes_wrong_while_prefetching_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, error: type[Exception], found: str
+) -> None:
+    path = _source(tmp_path, "plain")
+    plan = _planned(path, "prefetch")
+    take: Callable[..., torch.Tensor] = _Loader.take
+
+    def faulty(self: _Loader, name: str) -> torch.Tensor:
+        if fault == "exchange":
+            return take(self, name).to(torch.int8)
+        if fault == "truncate":
+            _truncated_before(path)
+        raise safetensors.SafetensorError("cuda error 2")
+
+    monkeypatch.setattr(_Loader, "take", faulty)
+    with pytest.raises(error) as caught:
+        _execute(path, plan)
+    assert found in str(caught.value)
+    assert not _Loader.open
+
+
+def test_a_file_that_shrinks_under_the_slabs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _source(tmp_path, "plain")
+    plan = _planned(path, "slabs", threads=1)
+    read = OpenFiles.read_into
+
+    def shrunk(self: OpenFiles, view: memoryview, tensor: TensorInfo, first: int) -> None:
+        self._file(tensor.file)  # it is opened while it is whole
+        with path.open("r+b") as file:
+            file.truncate(tensor.start + first + len(view) - 1)
+        read(self, view, tensor, first)
+
+    monkeypatch.setattr(OpenFiles, "read_into", shrunk)
+    with pytest.raises(HeaderError) as caught:
+        _execute(path, plan)
+    assert "the file has changed since its header was read: it ends inside" in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "obstacle", "engaged", "reason"),
+    [
+        ("auto", CARD, None, "prefetch", "the installed safetensors has it"),
+        ("auto", CARD, "no prefetch", "slabs", "no prefetch"),
+        ("prefetch", CARD, None, "prefetch", "as requested"),
+        ("prefetch", CARD, "no prefetch", "slabs", "no prefetch"),
+        ("slabs", CARD, None, "slabs", "as requested"),
+        ("prefetch", "cpu", None, "file", "the CPU reads it as mmap says"),
+    ],
+)
+def test_the_plan_decides_who_reads(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    requested: str,
+    device: str,
+    obstacle: str | None,
+    engaged: str,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(reading, "prefetch_obstacle", lambda: obstacle)
+    decision = slipcast.plan(_source(tmp_path, "plain"), device=device, reader=requested).settings["reader"]
+    assert decision.model_dump() == {"requested": requested, "engaged": engaged, "reason": reason}
+
+
+def test_a_file_of_which_tensors_begin_at_odd_bytes_is_not_prefetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "prefetch_obstacle", lambda: None)
+    path = _source(tmp_path, "plain")
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    path.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
+    decision = slipcast.plan(path, device=CARD).settings["reader"]
+    assert decision.engaged == "slabs"
+    assert "begins at no whole item" in decision.reason
+
+
+def test_prefetch_is_found_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch.safetensors, "safe_open", _File)
+    assert prefetch.prefetch_obstacle() is None
+    monkeypatch.setattr(prefetch.safetensors, "safe_open", object)
+    assert prefetch.prefetch_obstacle() == f"safetensors {safetensors.__version__} has no prefetch"
+    monkeypatch.setattr(prefetch.safetensors, "safe_open", _File)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert prefetch.prefetch_obstacle() == "safetensors prefetches to CUDA devices alone"
