@@ -1,5 +1,6 @@
 """Measure on a GPU: one program for all, as a machine without anything else is rented for it.
 
+    python benchmarks/gpu.py load                      # loads of a full-size checkpoint, against others
     python benchmarks/gpu.py step                      # a forward of a full-size denoiser, in every precision
     python benchmarks/gpu.py kernels                   # the fused kernels, over the sizes of their tiles
     python benchmarks/gpu.py crossover                 # which precision multiplies fastest, by rows and layer sizes
@@ -19,7 +20,7 @@ from typing import Any
 
 from gpu_machine import machine, print_machine
 
-PARTS = {"step": "gpu_step", "kernels": "gpu_kernels", "crossover": "gpu_crossover"}
+PARTS = {"load": "gpu_load", "step": "gpu_step", "kernels": "gpu_kernels", "crossover": "gpu_crossover"}
 """Each module has ``add_options(parser)``, ``measure(options)`` and ``show(result)``."""
 
 

@@ -56,6 +56,9 @@ def run_slipcast(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "device_peak": device.peak,
         "resident": count_bytes(loaded.model),
         "predicted": loaded.report.plan.bytes.resident,
+        "predicted_device_peak": loaded.report.plan.bytes.device_peak,
+        "predicted_host_peak": loaded.report.plan.bytes.host_peak_anonymous,
+        "reader": loaded.report.summary(),
         "differences": list(loaded.report.differences),
     }
 
