@@ -42,6 +42,7 @@ class Part:
         weight_bytes: of its parameters and buffers.
         block_bytes: of each block that can be streamed by itself; empty where none can.
         activation_bytes: the peak of its activations at the size that is asked for; of a VAE its ways say more.
+        measured: whether somebody measured what its activations take; else they are put high.
     """
 
     role: str
@@ -49,6 +50,7 @@ class Part:
     weight_bytes: int
     block_bytes: tuple[int, ...] = ()
     activation_bytes: int = 0
+    measured: bool = True
 
     @property
     def streamed_bytes(self) -> int:
@@ -102,10 +104,17 @@ def decide_memory(
             peak = peak_of(tier, parts, way)
             if peak <= snapshot.budget:
                 peaks = {each: peak_of(each, parts, way) for each in TIERS}
-                reason = _reason(snapshot, tier, peaks, tiers)
+                reason = _reason(snapshot, tier, peaks, tiers) + _not_measured(parts)
                 decision = Decision(requested=mode, engaged=tier, reason=reason)
                 return MemoryDecision(tier, dict(_placements(tier, parts)), way, peak, peaks, decision)
     raise _too_large(snapshot, parts, mode, vae_ways)
+
+
+def first_fitting(
+    snapshot: Snapshot, parts: Sequence[Part], tier: Tier, vae_ways: Sequence[VaeWay]
+) -> VaeWay | None:
+    """The first way to run the VAE that fits beside parts that are placed already; None where none does."""
+    return next((way for way in vae_ways if peak_of(tier, parts, way) <= snapshot.budget), None)
 
 
 def peak_of(tier: Tier, parts: Sequence[Part], vae: VaeWay | None = None) -> int:
@@ -114,10 +123,14 @@ def peak_of(tier: Tier, parts: Sequence[Part], vae: VaeWay | None = None) -> int
     staying = sum(part.weight_bytes for part in parts if placed[part.role] == "resident")
     working = 0
     for part in parts:
-        own = {"resident": 0, "streamed": part.streamed_bytes}.get(placed[part.role], part.weight_bytes)
-        activations = vae.activation_bytes if part.kind == "vae" and vae is not None else part.activation_bytes
-        working = max(working, own + activations)
+        working = max(working, sum(_working(part, placed[part.role], vae)))
     return staying + working
+
+
+def _working(part: Part, placement: Placement, vae: VaeWay | None) -> tuple[int, int]:
+    """Bytes of weights that come to the device for a part that works, and of its activations."""
+    own = {"resident": 0, "streamed": part.streamed_bytes}.get(placement, part.weight_bytes)
+    return own, vae.activation_bytes if part.kind == "vae" and vae is not None else part.activation_bytes
 
 
 def _placements(tier: Tier, parts: Sequence[Part]) -> Iterator[tuple[str, Placement]]:
@@ -152,20 +165,21 @@ def _reason(snapshot: Snapshot, tier: Tier, peaks: Mapping[Tier, int], tiers: Se
     return reason if tier == first else f"{reason}; {first} would take {_mib(peaks[first])}"
 
 
+def _not_measured(parts: Sequence[Part]) -> str:
+    names = ", ".join(part.role for part in parts if not part.measured)
+    return f"; the activations of {names} are not measured, and put high" if names else ""
+
+
 def _too_large(snapshot: Snapshot, parts: Sequence[Part], mode: Mode, vae_ways: Sequence[VaeWay]) -> DeviceError:
     """The refusal, with the setting that would make it fit."""
-    ways = tuple(vae_ways) or (None,)
-
-    def least(tiers: Sequence[Tier]) -> tuple[int, Tier]:
-        return min((peak_of(tier, parts, way), tier) for tier in tiers for way in ways)
-
-    needed, tier = least(_tiers(snapshot, mode))
-    anywhere, other = least(_tiers(snapshot, "auto"))
-    idle, _ = min((peak_of(each, _without_activations(parts)), each) for each in _tiers(snapshot, "auto"))
+    tiers = _tiers(snapshot, mode)
+    needed, tier = _least(tiers, parts, vae_ways)
+    anywhere, other = _least(_tiers(snapshot, "auto"), parts, vae_ways)
+    share = max(_share(snapshot.budget, each, parts, way) for each in tiers for way in vae_ways or (None,))
     if anywhere <= snapshot.budget:
-        hint = f"set memory to auto: {_SAYS[other]}, which takes {_mib(anywhere)}"
-    elif idle <= snapshot.budget:
-        hint = "ask for a smaller picture or fewer at a time: the weights fit, the activations do not"
+        hint = f"set memory=auto: {_SAYS[other]}, which takes {_mib(anywhere)}"
+    elif percent := int(100 * share):
+        hint = f"ask for {percent} % of the pixels, over all pictures drawn at a time: the weights fit"
     else:
         hint = "keep the weights in fewer bytes (fp8=storage, text_encoder=fp8), or take a smaller model"
     return DeviceError(
@@ -177,8 +191,22 @@ def _too_large(snapshot: Snapshot, parts: Sequence[Part], mode: Mode, vae_ways: 
     )
 
 
-def _without_activations(parts: Sequence[Part]) -> tuple[Part, ...]:
-    return tuple(Part(part.role, part.kind, part.weight_bytes, part.block_bytes) for part in parts)
+def _least(tiers: Sequence[Tier], parts: Sequence[Part], vae_ways: Sequence[VaeWay]) -> tuple[int, Tier]:
+    return min((peak_of(tier, parts, way), tier) for tier in tiers for way in vae_ways or (None,))
+
+
+def _share(budget: int, tier: Tier, parts: Sequence[Part], vae: VaeWay | None) -> float:
+    """By how much the activations would have to shrink for a tier to fit; 0 where the weights alone do not."""
+    placed = dict(_placements(tier, parts))
+    left = budget - sum(part.weight_bytes for part in parts if placed[part.role] == "resident")
+    shares = []
+    for part in parts:
+        own, activations = _working(part, placed[part.role], vae)
+        if own > left:
+            return 0
+        if activations:
+            shares.append((left - own) / activations)
+    return min(shares, default=0)
 
 
 def _mib(nbytes: int) -> str:

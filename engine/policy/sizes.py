@@ -19,7 +19,7 @@ class ImageSize:
         width: in pixels.
         height: in pixels.
         frames: of a video; 1 of a picture.
-        batch: how many at a time, those included that guidance adds.
+        batch: how many at a time.
     """
 
     width: int = DEFAULT_SIDE
@@ -45,7 +45,7 @@ class ImageSize:
 
 
 def tokens(size: ImageSize, sampling: Sampling) -> int:
-    """Tokens of the picture, over the batch: what the denoiser's activations grow with."""
+    """Tokens of the pictures, over the batch, without what guidance adds: what a denoiser's activations grow with."""
     multiple = sampling.size_multiple or _MULTIPLE
     frames = 1 + (size.frames - 1) // (sampling.latent_frames or 1)
     across, down = -(-size.width // multiple), -(-size.height // multiple)

@@ -10,9 +10,9 @@ from slipcast.engine.policy.sizes import ImageSize
 
 Choice = Literal["auto", "on", "off"]
 
-_RESULT_BYTES = 4 * 3 * 3
-"""For each pixel of the whole picture while tiles are put together: three channels in float32, of the picture, of the
-rows that make it, and of the tile that joins them."""
+_RESULT_BYTES = 4 * 3 * 4
+"""For each pixel of all pictures while tiles or slices are put together: three channels in float32, of the whole, of the
+rows that make it, and nearly twice of the tiles, as they overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,12 @@ class VaeCosts:
     Attributes:
         bytes_per_pixel: peak of activations for each pixel that it works on at a time.
         tile_side: pixels of a tile along each side; 0 where the VAE can't tile.
+        frames_at_once: how many frames of a video it works on at a time; 0 where it takes all.
     """
 
     bytes_per_pixel: float
     tile_side: int
+    frames_at_once: int = 0
 
 
 def vae_ways(costs: VaeCosts, size: ImageSize, tiling: Choice, slicing: Choice) -> tuple[VaeWay, ...]:
@@ -65,8 +67,8 @@ def _ways(costs: VaeCosts, size: ImageSize, tiling: Choice, slicing: Choice) -> 
 
 
 def _activations(costs: VaeCosts, size: ImageSize, tiled: bool, sliced: bool) -> int:
-    batch = 1 if sliced else size.batch
-    if not tiled:
-        return round(costs.bytes_per_pixel * size.pixels * batch)
-    tile = min(costs.tile_side, size.width) * min(costs.tile_side, size.height) * size.frames
-    return round((costs.bytes_per_pixel * tile + _RESULT_BYTES * size.pixels) * batch)
+    frames = min(size.frames, costs.frames_at_once or size.frames)
+    side = costs.tile_side if tiled else max(size.width, size.height)
+    at_once = min(side, size.width) * min(side, size.height) * frames * (1 if sliced else size.batch)
+    joined = size.pixels * size.batch if tiled or sliced or frames < size.frames else 0
+    return round(costs.bytes_per_pixel * at_once + _RESULT_BYTES * joined)
