@@ -3,6 +3,7 @@
     python benchmarks/load.py                  # a sparse file of zeros after a recorded header, to the CPU
     python benchmarks/load.py --fill normal    # the same with values: takes its full size on disk
     python benchmarks/load.py --device cuda    # to the GPU, also against safetensors' load_file to it
+    python benchmarks/load.py --set fp8=off    # nothing is cast: slipcast, safetensors and diffusers map the file
 
 The contenders are ``slipcast.load`` with ``fp8="storage"`` and, of the same model class, ``from_single_file``, followed
 by ``enable_layerwise_casting`` to float8_e4m3fn and, for a GPU, ``to``; both compute in bfloat16. Each run is a process
@@ -115,7 +116,8 @@ def run_diffusers(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         with AnonymousPeak() as peak:
             began = perf_counter()
             model = kind.from_single_file(path, config=folder, torch_dtype=torch.bfloat16)
-            model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+            if settings["fp8"] == "storage":
+                model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
             model.to(device.name)
             device.wait()
             seconds = perf_counter() - began
@@ -144,14 +146,15 @@ def _tensors(model: Any) -> list[Any]:
     return [*model.parameters(), *model.buffers()]
 
 
-def contenders(device: str) -> list[str]:
-    """Who takes part: on the CPU safetensors would do nothing, since it maps the file."""
-    return [name for name in CONTENDERS if name != "safetensors" or device != "cpu"]
+def contenders(settings: dict[str, Any]) -> list[str]:
+    """Who takes part: where the CPU casts, safetensors would do nothing, since it maps the file."""
+    maps = settings["device"] == "cpu" and settings["fp8"] == "storage"
+    return [name for name in CONTENDERS if name != "safetensors" or not maps]
 
 
 def measure(path: Path, repeats: int, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Run the contenders in turn, each in fresh processes."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders(settings["device"])}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders(settings)}
     for _ in range(repeats):
         for name, of_contender in runs.items():
             read_through(path)
@@ -175,12 +178,14 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def print_result(result: dict[str, Any]) -> None:
     """Print the table."""
-    names = contenders(result["settings"]["device"])
+    names = contenders(result["settings"])
     each = [result[name] for name in names]
     size = f"{result['file_bytes'] / 1e9:.1f} GB"
     device = result["settings"]["device"]
-    print(f"`slipcast load` of {result['file']} ({size}, {result['fill']}) to {device} in fp8 storage,")
-    print("against diffusers' `from_single_file` and `enable_layerwise_casting`, and on a GPU safetensors' `load_file`")
+    storage = result["settings"]["fp8"] == "storage"
+    precision, casting = ("fp8 storage", " and `enable_layerwise_casting`") if storage else ("its own dtype", "")
+    print(f"`slipcast load` of {result['file']} ({size}, {result['fill']}) to {device} in {precision},")
+    print(f"against diffusers' `from_single_file`{casting}, and, where it does something, safetensors' `load_file`")
     print(f"({result['repeats']} runs each, file warm):\n")
     rows = [
         ("seconds after imports, median", *(f"{one['seconds']:.2f}" for one in each)),

@@ -11,9 +11,16 @@ from torch import nn
 
 import slipcast
 from slipcast.demo.sampling import draw_noise, load_captions
+from slipcast.engine.driver_pool import DriverPool
+from slipcast.engine.loader import execute
+from slipcast.engine.prefetch import prefetch_obstacle
+from slipcast.registry.errors import HeaderError
+from slipcast.registry.inspection import identify_path
+from slipcast.registry.settings import resolve_settings
 from support.fp8_checkpoints import KEPT, QUANTISED, Scaled, fp8_file
 from support.isolation import isolate
 from support.number_formats import bytes_of, relative_l2
+from support.recorded import recorded, write_checkpoint
 from support.tiny_z_image import tiny_tensors, write_native
 
 pytestmark = [
@@ -78,13 +85,76 @@ def test_device_memory_is_at_most_what_was_predicted(tmp_path: Path, source: str
     assert loaded.report.resident <= loaded.report.device_peak <= loaded.report.plan.bytes.device_peak
 
 
-def test_a_cancelled_load_leaves_no_memory_on_the_device(tmp_path: Path) -> None:
+READERS = [
+    "slabs",
+    pytest.param(
+        "prefetch", marks=pytest.mark.skipif(prefetch_obstacle() is not None, reason=str(prefetch_obstacle()))
+    ),
+]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("fp8", ["auto", "off", "storage"])
+@pytest.mark.parametrize("source", ["plain", "scaled", "blocks", "raw", "demo"])
+def test_every_reader_brings_the_same_bits_within_its_prediction(
+    tmp_path: Path, source: str, fp8: str, reader: str
+) -> None:
+    path = _sources(tmp_path)[source]
+    expected = _bits(slipcast.load(path, device="cpu", fp8=fp8, dtype="bfloat16").model)
+    for chosen in ({}, {"chunk_mib": 1, "ahead_mib": 1, "threads": 2}):
+        loaded = slipcast.load(path, device="cuda:0", fp8=fp8, dtype="bfloat16", reader=reader, **chosen)
+        assert _bits(loaded.model) == expected
+        report = loaded.report
+        assert report.plan.settings["reader"].engaged == reader
+        assert report.device_peak is not None
+        assert report.device_peak <= report.plan.bytes.device_peak
+    pool = DriverPool(0)
+    assert pool.used == 0
+    assert pool.reserved == 0
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_load_takes_a_small_part_of_the_file_beside_the_result(tmp_path: Path, reader: str) -> None:
+    path = tmp_path / "m.safetensors"
+    write_checkpoint(recorded("z-image-turbo--comfy-bf16"), path, fill="zero", blocks=4)
+    settings: dict[str, Any] = {"device": "cuda:0", "fp8": "storage", "reader": reader, "ahead_mib": 64, "chunk_mib": 8}
+    loaded = slipcast.load(path, **settings)
+    report, planned = loaded.report, loaded.report.plan.bytes
+    assert report.device_peak is not None
+    assert report.resident + 32 * MIB < report.device_peak <= planned.device_peak < report.resident + 224 * MIB
+    assert report.host_peak_anonymous is not None
+    assert report.host_peak_anonymous <= planned.host_peak_anonymous + 64 * MIB
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("after", [1, 9])
+def test_a_cancelled_load_leaves_no_memory_on_the_device(tmp_path: Path, reader: str, after: int) -> None:
     path = _sources(tmp_path)["demo"]
     before = torch.cuda.memory_allocated()
+    asked: list[int] = []
+
+    def cancelled() -> bool:
+        asked.append(1)
+        return len(asked) == after
+
     with pytest.raises(slipcast.SlipcastError) as caught:
-        slipcast.load(path, device="cuda:0", dtype="float32", cancelled=lambda: True)
+        slipcast.load(path, device="cuda:0", dtype="float32", reader=reader, ahead_mib=1, cancelled=cancelled)
     assert "cancelled" in caught.value.found
     assert torch.cuda.memory_allocated() - before < MIB
+    del caught
+    assert DriverPool(0).used == 0
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_that_is_truncated_after_its_header_was_read_is_refused(tmp_path: Path, reader: str) -> None:
+    path = _sources(tmp_path)["plain"]
+    plan = slipcast.plan(path, device="cuda:0", reader=reader)
+    header = identify_path(path, resolve_settings().values).main.header
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+    with pytest.raises(HeaderError):
+        execute(plan, header)
+    assert DriverPool(0).used == 0
 
 
 def _velocity(model: nn.Module, device: str) -> torch.Tensor:
