@@ -42,10 +42,11 @@ class SlipcastError(Exception):
 
     def __str__(self) -> str:
         where = f"{self.path}: " if self.path else ""
-        lines = [f"{where}{self.found}", f"  expected: {self.expected}", f"  to do:    {self.hint}"]
+        lines = [f"{where}{self.found}", f"  expected: {self.expected}"]
         lines += [f"    {item}" for item in self.items[:_SHOWN_ITEMS]]
         if len(self.items) > _SHOWN_ITEMS:
             lines.append(f"    ... and {len(self.items) - _SHOWN_ITEMS} more")
+        lines.append(f"  to do:    {self.hint}")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from slipcast.registry.errors import IdentificationError, SettingsError
 from slipcast.registry.family import Family
 from slipcast.registry.header import Checkpoint
 from slipcast.registry.identify import Match, are_apart, identify
+from slipcast.registry.parts import choose_component, unclaimed_parts
 from slipcast.registry.quantisation import Bundles, assemble, count_formats
 from slipcast.registry.settings import Settings
 from slipcast.registry.validation import nearest
@@ -74,7 +74,7 @@ class Inspection:
         formats: format name -> number of weights, over all files.
         evidence: what the main one was recognised by.
         guesses: what no tensor shows.
-        problems: scales without a weight, unreadable markers, components that no family claims.
+        problems: scales without a weight, unreadable markers, components and parts of files that no family claims.
         config: the main model's constructor arguments.
     """
 
@@ -152,7 +152,7 @@ def identify_path(path: str | Path, settings: Settings, *, needed: str | None = 
     matches = identify(checkpoint, catalogue, family=settings.family, needed=needed)
     known = matches if settings.family is None else _identified(checkpoint, catalogue)
     if settings.component is not None:
-        matches = _only(settings.component, matches)
+        matches = (choose_component(settings.component, matches, unclaimed_parts(known or matches)),)
     main, *rest = sorted(matches, key=lambda match: match.family.kind != "denoiser")
     in_its_file = [match for match in known if match.component == main.component and match.family.id != main.family.id]
     return Identified(checkpoint, (main, *rest), tuple(match for match in in_its_file if are_apart(match, main)))
@@ -187,7 +187,10 @@ def inspect_path(path: str | Path, settings: Settings) -> Inspection:
         formats=count_formats(weights),
         evidence=identified.main.evidence,
         guesses=identified.main.guesses,
-        problems=(*_problems(everything, claimed), *_unclaimed_parts((*identified.matches, *identified.beside))),
+        problems=(
+            *_problems(everything, claimed),
+            *map(str, unclaimed_parts((*identified.matches, *identified.beside))),
+        ),
         config=identified.main.config,
     )
 
@@ -214,22 +217,6 @@ def _problems(everything: Mapping[str, Bundles], claimed: Iterable[str]) -> Iter
             yield f"no family claims the component {name}"
 
 
-def _unclaimed_parts(matches: Iterable[Match]) -> Iterable[str]:
-    """What lies in a file beside the recognised models and belongs to none."""
-    files: dict[str, list[Match]] = {}
-    for match in matches:
-        files.setdefault(match.component, []).append(match)
-    for own in files.values():
-        prefixes = tuple(match.prefix for match in own)
-        foreign = Counter(
-            name.partition(".")[0]
-            for name in own[0].everything.weights
-            if not name.startswith(prefixes) and not any(match.family.key_map.drop_reason(name) for match in own)
-        )
-        for beginning, count in foreign.most_common():
-            yield f"no family claims {count} tensors that begin with {beginning}"
-
-
 def _check_family(family: str | None, catalogue: Mapping[str, Family]) -> None:
     if family is not None and family not in catalogue:
         near = nearest(family, list(catalogue))
@@ -239,16 +226,3 @@ def _check_family(family: str | None, catalogue: Mapping[str, Family]) -> None:
             hint=f"did you mean {near!r}?" if near else "add the folder of its file to the setting families",
             field="family",
         )
-
-
-def _only(component: str, matches: Sequence[Match]) -> tuple[Match, ...]:
-    found = tuple(
-        match for match in matches if component in (match.name, match.component, match.family.id, match.family.kind)
-    )
-    if not found:
-        raise IdentificationError(
-            f"the component {component!r}",
-            expected="one of " + ", ".join(match.name or match.family.id for match in matches),
-            hint="correct the setting component",
-        )
-    return found

@@ -9,9 +9,15 @@ from pathlib import Path
 from slipcast.registry.claims import Answer
 from slipcast.registry.errors import IdentificationError
 from slipcast.registry.quantisation import Bundle, count_formats
+from slipcast.registry.validation import counted
 
 _ADAPTER_PARTS = frozenset({"lora", "lora_A", "lora_B", "lora_up", "lora_down", "dora_scale"})
 _ADAPTER_BEGINNINGS = ("lora_", "lokr_", "hada_", "oft_", "ip_adapter_")
+_FOR_MODELS = "'slipcast explain PATH' shows what each family looked for; 'slipcast new PATH --id ID' drafts a new one"
+_FOR_ADAPTERS = (
+    "load the base model, then add the adapter to it with load_lora_weights, add_adapter or whatever its kind is added "
+    "with, as docs/precision.md shows"
+)
 
 
 def claimed_twice(path: Path, claims: Sequence[Answer]) -> IdentificationError:
@@ -30,20 +36,22 @@ def unclaimed(path: Path, weights: Mapping[str, Bundle], answers: Sequence[Answe
     """The error for a checkpoint that no family claims: what it is made of, and what the nearest family missed."""
     formats = ", ".join(f"{name} {count}" for name, count in count_formats(weights.values()).items())
     beginnings = Counter(name.partition(".")[0] + "." for name in weights)
-    seen = [f"{len(weights)} weights", f"formats {formats or 'none'}"]
+    seen = [counted(len(weights), "weight"), f"formats {formats or 'none'}"]
     if beginnings:
         seen.append("names begin with " + ", ".join(name for name, _ in beginnings.most_common(4)))
-    kind = kind_of_stranger(weights) or relative_among(answers)
-    expected = "the evidence of one family"
+    adapter = kind_of_stranger(weights)
+    kind = adapter or relative_among(answers)
+    expected = "a model" if adapter else "the evidence of one family"
     missing: tuple[str, ...] = ()
-    if answers:
+    if answers and (answers[0].evidence.share > 0 or len(answers) == 1) and not adapter:
         nearest = answers[0]
         missing = nearest.evidence.missing
-        expected += f"; the nearest is {nearest.family.id}, under the prefix {nearest.prefix!r}, which misses:"
+        under = f", under the prefix {nearest.prefix!r}" if nearest.prefix else ""
+        expected += f"; the nearest is {nearest.family.id}{under}, which misses:"
     return IdentificationError(
         f"no family claims this checkpoint{f' ({kind})' if kind else ''}: " + "; ".join(seen),
         expected=expected,
-        hint="'slipcast explain PATH' shows what each family looked for; 'slipcast new PATH --id ID' drafts a new one",
+        hint=_FOR_ADAPTERS if adapter else _FOR_MODELS,
         path=path,
         items=missing,
     )

@@ -144,6 +144,11 @@ def _problem(model: type[BaseModel], where: Where, item: Any) -> _Problem:
     return _Problem(where, found, _described(model, where, message), "correct it")
 
 
+def counted(count: int, noun: str) -> str:
+    """A number and a noun whose plural ends in s: ``1 tensor``, ``2 tensors``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def shown(value: Any) -> str:
     """A value as a message names it: scalars as YAML writes them, collections by their kind."""
     if value is None:
