@@ -84,7 +84,9 @@ def _refuse_orphans(match: Match) -> None:
     orphans = match.everything.orphans
     if orphans:
         raise QuantisationError(
-            f"{len(orphans)} scales or markers that no weight consumes",
+            "1 scale or marker that no weight consumes"
+            if len(orphans) == 1
+            else f"{len(orphans)} scales or markers that no weight consumes",
             expected="every scale and marker beside the weight that it belongs to, in a spelling that its format knows",
             hint="the file is damaged, or in a format that is not known: loading it would give wrong weights",
             path=match.header.path,
@@ -264,7 +266,7 @@ def _unaccounted(
     ]
     lines = [f"left over: {bundle.name} {bundle.weight.dtype} {list(bundle.shape)}" for bundle in left_over]
     return AccountingError(
-        f"tensors that do not add up to a {match.family.id}: " + ", ".join(counts),
+        f"the tensors do not add up to a model of the family {match.family.id}: " + ", ".join(counts),
         expected=f"exactly the tensors of {match.model}, and what the family's drop: names",
         hint=_hint(match, left_over, bool(missing or problems), shapes),
         path=match.header.path,

@@ -18,9 +18,11 @@ from slipcast.engine.windows import most_under_way, windows
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match
 from slipcast.registry.settings import Settings
+from slipcast.registry.validation import counted
 
 _MIB = 2**20
-
+_LITTLE = 1024
+"""MiB that activations of a picture of common size can exceed."""
 
 _NUMBERS = 2**20
 """What looks for codes that are no numbers, and other results of a few bytes each."""
@@ -92,7 +94,7 @@ def growth_notes(targets: Sequence[Target], match: Match, fp8: Decision) -> tupl
     taken = sum(share(weights[piece.source], piece, piece_rows(piece)) for each in decoded for piece in each.pieces)
     more = sum(stored.nbytes for target in decoded for stored in target.stored) - taken
     sources = {piece.source for target in decoded for piece in target.pieces}
-    what = "1 weight" if len(sources) == 1 else f"{len(sources)} weights"
+    what = counted(len(sources), "tensor")
     return (
         f"{what} in the file's codes can't stay in them, and take {more / _MIB:,.0f} MiB more dequantised: see what is "
         "folded, and why",
@@ -117,7 +119,10 @@ def weigh_verdict(
     available = device.memory - settings.device_reserve_mib * _MIB
     needed = bytes_.device_peak
     if needed <= available:
-        advice = f"{(available - needed) / _MIB:,.0f} MiB are left for activations"
+        left = (available - needed) / _MIB
+        advice = f"{left:,.0f} MiB are left for activations, which are not counted"
+        if left < _LITTLE:
+            advice += ": they may not fit; a smaller picture, or weights offloaded to the host, would need less"
         return Verdict(fits=True, needed=needed, available=available, advice=advice)
     if fp8.engaged != "off":
         advice = "the weights are quantised already: this device can't hold them whole"

@@ -46,10 +46,7 @@ _LOADED_BY = {
 }
 
 
-_UNKNOWN = (
-    "the file is damaged, or in a format that is not known: get another copy, or a bf16 or fp8 version; what does not "
-    "fit follows"
-)
+_UNKNOWN = "the file is damaged, or in a format that is not known: get another copy, or a bf16 or fp8 version"
 
 
 def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ()) -> Plan:
@@ -223,14 +220,14 @@ def _fates(
     for target in targets:
         for piece in target.pieces:
             takers[piece.source].append(target)
-    spare = {piece.source: name for name, pieces in accounts.pieces.items() for piece in pieces}
+    spare = {piece.source for pieces in accounts.pieces.values() for piece in pieces}
     for bundle in match.everything.weights.values():
         taking = takers[bundle.name]
         folding = [target for target in taking if target.how in ("decode", "encode")]
         if not taking and bundle.name not in spare:
             continue
         if not taking:
-            reason = f"{spare[bundle.name]} is the same tensor as another, which is loaded"
+            reason = "it is the same tensor as another, which is loaded"
             yield from (FileTensor(name=tensor.name, fate="dropped", reason=reason) for tensor in bundle.tensors)
             continue
         if folding and not bundle.is_plain:
@@ -241,7 +238,7 @@ def _fates(
         for role, side in bundle.sides.items():
             if role == INPUT_SCALE and not static:
                 why = _not_taken(side, [choices[target.name] for target in taking if target.name in choices])
-                yield FileTensor(name=side.name, fate="dropped", reason=f"no product of {bundle.name} takes it: {why}")
+                yield FileTensor(name=side.name, fate="dropped", reason=f"no product of its layer takes it: {why}")
             else:
                 yield FileTensor(name=side.name, fate="side tensor", reason=f"{role} of {bundle.name}")
     yield from accounts.unused

@@ -22,10 +22,13 @@ from slipcast.engine.precision import Rules
 from slipcast.engine.reader import is_aligned, torch_dtype
 from slipcast.engine.saved_quantisation import SavedQuantisation
 from slipcast.engine.weight_entries import WEIGHT, tensor_name
+from slipcast.registry.checkpoint import read_tensor_bytes
 from slipcast.registry.errors import AccountingError
 from slipcast.registry.header import Shape
 from slipcast.registry.identify import Match
+from slipcast.registry.quantisation import Bundle
 from slipcast.registry.side_tensors import INPUT_SCALE
+from slipcast.registry.validation import counted
 
 _VIEWS = frozenset({None, "reshape", "flat", "conv1x1", "one_frame"})
 """Operations whose inverse only looks at the same bytes in another shape."""
@@ -161,16 +164,28 @@ def refuse_other_kinds(match: Match, accounts: Accounts, tensors: Mapping[str, t
         f"{bundle.name} {bundle.weight.dtype}, for {name} {str(tensors[name].dtype).removeprefix('torch.')}"
         for name, pieces in accounts.pieces.items()
         for bundle in (match.everything.weights[piece.source] for piece in pieces)
-        if bundle.is_plain and _kind(torch_dtype(bundle.weight)) != _kind(tensors[name].dtype)
+        if bundle.is_plain
+        and _kind(torch_dtype(bundle.weight)) != _kind(tensors[name].dtype)
+        and not _is_whole(match, bundle, tensors[name].dtype)
     ]
     if wrong:
         raise AccountingError(
-            f"{len(wrong)} tensors hold numbers of another kind than the model's",
-            expected="floats for the model's floats, integers for its integers",
-            hint="the file is in a format that is not known: loading it would give wrong weights",
+            f"{counted(len(wrong), 'tensor')} in integers where the model has floats, or the other way round",
+            expected="floats for the model's floats, integers for its integers, or one number that is whole",
+            hint="take another copy of the file: it is damaged, or in a format that is not known, and no cast helps",
             path=match.header.path,
             items=wrong,
         )
+
+
+def _is_whole(match: Match, bundle: Bundle, dtype: torch.dtype) -> bool:
+    """Whether a tensor is one float that an integer of the model takes without loss, as a counter of steps."""
+    tensor = bundle.weight
+    if _kind(dtype) != "integer" or tensor.elements != 1 or not torch_dtype(tensor).is_floating_point:
+        return False
+    raw = bytearray(read_tensor_bytes(match.header, tensor))
+    value = float(torch.frombuffer(raw, dtype=torch_dtype(tensor))[0])
+    return value.is_integer() and float(torch.iinfo(dtype).min) <= value < float(torch.iinfo(dtype).max)
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
 from slipcast.registry.errors import ExpressionError
 from slipcast.registry.expression import holds
 from slipcast.registry.names import Names
+
+_NAME = re.compile(r"\b(?:size|count|has)\(\s*([^\s,()]+)")
+"""What the functions that look at tensors are given."""
 
 
 class Criteria(Protocol):
@@ -51,6 +55,18 @@ class Evidence:
     def share(self) -> float:
         """Found positive evidence as a share of all that was asked, 0 to 1."""
         return (len(self.found) + len(self.held)) / max(1, len(self.found) + len(self.held) + len(self.missing))
+
+
+def absence(evidence: Evidence) -> list[str]:
+    """A sentence on the names that are rightly not there; none where nothing was to be absent."""
+    if len(evidence.absent) > 1:
+        return ["none of " + ", ".join(evidence.absent)]
+    return [f"no {name}" for name in evidence.absent]
+
+
+def asked_of(condition: str) -> tuple[str, ...]:
+    """The names that a condition on shapes is about, each once."""
+    return tuple(dict.fromkeys(_NAME.findall(condition)))
 
 
 def weigh(criteria: Criteria, names: Names) -> Evidence:

@@ -22,7 +22,7 @@ from slipcast.registry.claims import (
 )
 from slipcast.registry.config import infer_config
 from slipcast.registry.errors import IdentificationError
-from slipcast.registry.evidence import weigh
+from slipcast.registry.evidence import absence, asked_of, weigh
 from slipcast.registry.family import Family
 from slipcast.registry.header import Checkpoint, Header
 from slipcast.registry.keymap.key_map import KeyMap
@@ -165,8 +165,8 @@ def _match(
     evidence = [
         f"found {name} {list(names[name])}" if name in names else f"found {name}.*" for name in claim.evidence.found
     ]
-    evidence += [f"no {name}" for name in claim.evidence.absent]
-    evidence += claim.evidence.held
+    evidence += absence(claim.evidence)
+    evidence += [f"what the family asks of {', '.join(asked_of(condition))} holds" for condition in claim.evidence.held]
     if claim.prefix:
         evidence.append(f"under the prefix {claim.prefix}")
     guesses: list[str] = []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLFlux2
 from safetensors.torch import load_file, save_file
 
 import slipcast
@@ -67,7 +68,7 @@ def test_one_tensor_missing(tmp_path: Path, tensors: Tensors) -> None:
     native = natively(tensors)
     del native[FUSED]
     error = _refusal(tmp_path, native)
-    assert "tensors that do not add up to a z-image: 1 missing" in error.found
+    assert "the tensors do not add up to a model of the family z-image: 1 missing" in error.found
     parts = " + ".join(f"layers.1.attention.to_{part}.weight" for part in "qkv")
     assert error.items == (f"missing: {FUSED} (for {parts})",)
     assert "exactly the tensors of diffusers.ZImageTransformer2DModel" in error.expected
@@ -156,8 +157,40 @@ def test_integers_in_place_of_floats_are_refused(tmp_path: Path, tensors: Tensor
     bias = "layers.0.adaLN_modulation.0.bias"
     native[bias] = native[bias].to(torch.int8)
     error = _refusal(tmp_path, native)
-    assert "1 tensors hold numbers of another kind than the model's" in error.found
+    assert "1 tensor in integers where the model has floats, or the other way round" in error.found
     assert error.items == (f"{bias} I8, for {bias} float32",)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "loads"),
+    [
+        (7.0, torch.bfloat16, True),
+        (-2.0, torch.float32, True),
+        (7.5, torch.bfloat16, False),
+        (float("nan"), torch.float32, False),
+        (2.0**63, torch.float32, False),
+    ],
+)
+def test_a_counter_in_floats_is_taken_where_its_number_is_whole(
+    tmp_path: Path, value: float, dtype: torch.dtype, loads: bool
+) -> None:
+    tiny = load_catalogue()["flux-2-vae"].tiny
+    assert tiny is not None
+    counter = "bn.num_batches_tracked"
+    tensors = AutoencoderKLFlux2(**tiny.config).state_dict() | {counter: torch.tensor(value, dtype=dtype)}
+    path = tmp_path / "vae.safetensors"
+    save_file(tensors, path)
+    if loads:
+        loaded = slipcast.load(path, device="cpu")
+        held = loaded.model.state_dict()[counter]
+        assert (held.dtype, int(held)) == (torch.int64, value)
+        assert not loaded.report.differences
+        return
+    with pytest.raises(
+        AccountingError, match="1 tensor in integers where the model has floats, or the other"
+    ) as caught:
+        slipcast.plan(path, device="cpu")
+    assert caught.value.items[0].startswith(counter)
 
 
 def test_integer_codes_without_a_scale_are_refused(tmp_path: Path, tensors: Tensors) -> None:

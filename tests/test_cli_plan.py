@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from support.command_line import json_of, output_of
+from slipcast import api
+from slipcast.registry.errors import HeaderError
+from support.command_line import json_of, output_of, run
 from support.isolation import isolate
 from support.recorded import recorded, write_checkpoint
 from support.tiny_z_image import natively, tiny_tensors, write_native
@@ -144,7 +147,34 @@ def test_what_a_kept_layer_costs_and_why_it_is_kept(folder):
     more = plan["bytes"]["resident"] - plan["bytes"]["read"]
     (note,) = plan["notes"]
     assert note.startswith(
-        f"{len(plan['folded'])} weights in the file's codes can't stay in them, and take {more / 2**20:,.0f} MiB"
+        f"{len(plan['folded'])} tensors in the file's codes can't stay in them, and take {more / 2**20:,.0f} MiB"
     )
     assert f"  notes    {note}" in text
     assert json_of("plan", path, "--set", "fp8=off")["notes"] == []
+
+
+def test_the_verdict_comes_first_and_says_that_activations_are_not_counted(model):
+    wide, narrow = (output_of("plan", model, "--device", f"cuda:8.6,{size}") for size in ("24GiB", "1GiB"))
+    assert wide.splitlines()[1] == narrow.splitlines()[1] == "Verdict: the weights fit"
+    assert re.search(r"^  so +[\d,]+ MiB are left for activations, which are not counted$", wide, re.MULTILINE)
+    assert re.search(r"^  so +\d+ MiB are left for activations, which are not counted: they may", narrow, re.MULTILINE)
+
+
+def test_scales_that_no_product_takes_are_one_row(folder):
+    path = write_checkpoint(recorded("flux1-dev--comfyanonymous-fp8-scaled-test"), folder / "model.safetensors")
+    rows = rows_of(output_of("plan", path), "Dropped from the file")
+    assert rows["model.diffusion_model.double_blocks.{0…18}.img_mlp.{0,2}.scale_input"][0] == "38"
+    assert len(rows) < 25 < len(json_of("plan", path)["dropped"])
+
+
+@pytest.mark.parametrize("module", ["diffusers.models.embeddings", "mine"])
+def test_deprecations_of_model_libraries_are_kept_off_the_terminal(monkeypatch, module):
+    def plan(path, **settings):
+        warnings.warn_explicit("old", FutureWarning, "x.py", 1, module=module)
+        raise HeaderError("odd", expected="even", hint="halve")
+
+    monkeypatch.setattr(api, "plan", plan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run("plan", "x.safetensors")
+    assert [str(warning.message) for warning in caught] == ([] if module.startswith("diffusers") else ["old"])

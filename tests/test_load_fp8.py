@@ -211,7 +211,7 @@ def test_a_calibrated_input_scale_is_dropped_where_no_product_takes_it(tmp_path:
     side = fates[f"{QUANTISED[0]}.scale_input"]
     assert (side.fate, side.reason) == (
         "dropped",
-        f"no product of {QUANTISED[0]}.weight takes it: its products are in the compute dtype",
+        "no product of its layer takes it: its products are in the compute dtype",
     )
 
 

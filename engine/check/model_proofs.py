@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -255,7 +255,7 @@ def prove_patterns(subject: Subject) -> Outcome:
     lists = {path for path, module in modules if isinstance(module, nn.ModuleList | nn.Sequential)}
     wanted: list[tuple[Where, str, bool]] = []
     for role, places in family.precision.keep.items():
-        keys = places if isinstance(places, Mapping) else range(len(places))
+        keys: Iterable[str | int] = places if isinstance(places, Mapping) else range(len(places))
         wanted += [
             (("precision", "keep", role, key), text, _hits(text, owners))
             for key, text in zip(keys, places, strict=True)

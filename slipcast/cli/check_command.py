@@ -58,7 +58,8 @@ def command(
     if as_json:
         write_json({"families": [family.to_dict() for family in checked], **counts})
     else:
-        write(f"{counts['ok']} proofs hold, {counts['failed']} failed, {counts['skipped']} skipped")
+        holds = f"{counts['ok']} {'proof holds' if counts['ok'] == 1 else 'proofs hold'}"
+        write(f"{holds}, {counts['failed']} failed, {counts['skipped']} skipped")
     return INCOMPLETE if counts["failed"] else DONE
 
 

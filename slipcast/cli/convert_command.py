@@ -11,7 +11,15 @@ import click
 from slipcast import api
 from slipcast.cli.collapse import collapse
 from slipcast.cli.options import call_settings, common_options, path_argument, settings_options
-from slipcast.cli.output import exact_bytes, progress_bar, write, write_facts, write_heading, write_json
+from slipcast.cli.output import (
+    exact_bytes,
+    progress_bar,
+    without_deprecations,
+    write,
+    write_facts,
+    write_heading,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from slipcast.engine.convert import Converted
@@ -84,7 +92,7 @@ def command(
     not alone, unless the setting fp8.remainder is quantise. Each layer that does not get the format is said
     with the reason.
     """
-    with progress_bar(out.name) as progress:
+    with progress_bar(out.name) as progress, without_deprecations():
         converted = api.convert(
             path,
             out,

@@ -12,7 +12,7 @@ import click
 from slipcast import api
 from slipcast.cli.errors import DONE, INCOMPLETE
 from slipcast.cli.options import call_settings, common_options, device_option, path_argument, settings_options
-from slipcast.cli.output import progress_bar, write_json
+from slipcast.cli.output import progress_bar, without_deprecations, write_json
 from slipcast.cli.plan_view import write_report
 from slipcast.registry.errors import HeaderError, PlanMismatchError, UnsupportedFileError
 from slipcast.registry.untrusted_files import read_json_object
@@ -48,7 +48,7 @@ def command(path: Path, assignments: tuple[str, ...], device: str | None, plan_f
     The exit code is 0 only if the outcome is what was planned.
     """
     settings = call_settings(assignments, device)
-    with _naming(plan_file), progress_bar("loading") as progress:
+    with _naming(plan_file), without_deprecations(), progress_bar("loading") as progress:
         plan = None if plan_file is None else _read_plan(plan_file)
         report = api.load(path, plan=plan, progress=progress, **settings).report
     if as_json:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -47,6 +48,14 @@ def _put(text: str, stream: TextIO | None = None) -> None:
 def write_json(value: Any) -> None:
     """Write plain data as JSON, in ASCII, so that no name and no encoding of the terminal can break it."""
     _put(json.dumps(value, indent=2, allow_nan=False))
+
+
+@contextmanager
+def without_deprecations() -> Iterator[None]:
+    """Keep what model libraries warn their own developers of, while one of their classes is built, off the terminal."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(diffusers|transformers)\.")
+        yield
 
 
 def write_heading(text: str) -> None:

@@ -8,7 +8,7 @@ import click
 
 from slipcast import api
 from slipcast.cli.options import call_settings, common_options, path_argument, planned_device_option, settings_options
-from slipcast.cli.output import write_json
+from slipcast.cli.output import without_deprecations, write_json
 from slipcast.cli.plan_view import write_plan
 
 
@@ -32,7 +32,9 @@ def command(path: Path, assignments: tuple[str, ...], device: str | None, as_jso
     The exit code is 0 also where the weights do not fit: the plan says so. Where nothing could be loaded at all, as of
     a file that is incomplete, it is 2.
     """
-    plan = api.plan(path, **call_settings(assignments, device))
+    settings = call_settings(assignments, device)
+    with without_deprecations():
+        plan = api.plan(path, **settings)
     if as_json:
         write_json(plan.to_json())
     else:

@@ -28,14 +28,7 @@ _FATES = {
 def write_plan(plan: Plan) -> None:
     """Show a whole plan."""
     write_heading(title(plan))
-    write_facts([("from", _origin(plan)), ("tensors", _fates(plan)), ("notes", plan.notes)])
-    write_settings(plan)
-    _write_bytes(plan)
-    _write_modules(plan)
-    for name, heading in _SECTIONS:
-        _write_reasons(heading, getattr(plan, name))
     if plan.verdict is not None:
-        write()
         write_heading(f"Verdict: the weights {'fit' if plan.verdict.fits else 'do not fit'}")
         write_facts(
             [
@@ -44,6 +37,13 @@ def write_plan(plan: Plan) -> None:
                 ("so", plan.verdict.advice),
             ]
         )
+        write()
+    write_facts([("from", _origin(plan)), ("tensors", _fates(plan)), ("notes", plan.notes)])
+    write_settings(plan)
+    _write_bytes(plan)
+    _write_modules(plan)
+    for name, heading in _SECTIONS:
+        _write_reasons(heading, getattr(plan, name))
 
 
 def write_report(report: Report) -> None:

@@ -176,7 +176,7 @@ class TestFilesThatDoNotAddUp:
         save_file(native, folder / "model.safetensors")
         error = refused(folder, command, folder / "model.safetensors")
         assert error["error"] == "AccountingError"
-        assert error["found"] == "tensors that do not add up to a z-image: 1 missing"
+        assert error["found"] == "the tensors do not add up to a model of the family z-image: 1 missing"
         assert error["items"] == ["missing: layers.1.feed_forward.w2.weight (for layers.1.feed_forward.w2.weight)"]
         assert "incomplete" in error["hint"]
 
@@ -195,7 +195,7 @@ class TestFilesThatDoNotAddUp:
     def test_one_tensor_too_many(self, folder, tensors, command):
         path = write_native(folder / "model.safetensors", tensors | {"odd.weight": torch.ones(3, 2)})
         error = refused(folder, command, path)
-        assert error["found"] == "tensors that do not add up to a z-image: 1 left over"
+        assert error["found"] == "the tensors do not add up to a model of the family z-image: 1 left over"
         assert error["items"] == ["left over: odd.weight F32 [3, 2]"]
         assert "unexpected=[odd.weight]" in error["hint"]
         assert json_of(command, path, "--set", "unexpected=[odd.*]")["dropped"] == {
@@ -220,7 +220,7 @@ class TestFilesThatDoNotAddUp:
         wrong = {"layers.0.feed_forward.w2.weight": torch.ones(64, 100)}
         path = write_native(folder / "model.safetensors", tensors | wrong)
         error = refused(folder, command, path)
-        assert error["found"] == "tensors that do not add up to a z-image: 1 of another shape"
+        assert error["found"] == "the tensors do not add up to a model of the family z-image: 1 of another shape"
         assert "layers.0.feed_forward.w2.weight is [64, 100]" in error["items"][0]
 
     def test_two_prefixes_mixed(self, folder, tensors, command):
