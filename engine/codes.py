@@ -22,6 +22,9 @@ _CHOICES = frozenset({"__getitem__", "index_select"})
 _REPLACEMENTS = frozenset({"__set__", "__setitem__", "copy_", "module_load"})
 """Allowed between codes of one dtype. Values would be cast without a scale."""
 
+_OWN = "slipcast"
+"""Namespace of the operators that read codes together with their scales."""
+
 
 class GuardedTensor(Tensor):
     """A tensor of codes that refuses to be combined with others."""
@@ -35,6 +38,9 @@ class GuardedTensor(Tensor):
         What comes of it is guarded too, but what is detached from the parameter itself, as state dicts and forwards do.
         """
         name = func.__name__
+        if getattr(func, "namespace", None) == _OWN:  # compiled code hands them the parameter itself
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         if name not in _COMPARISONS and name not in _CHOICES:
             _refuse_combination(name, [*args, *(kwargs or {}).values()])
         with DisableTorchFunctionSubclass():

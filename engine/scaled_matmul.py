@@ -2,7 +2,7 @@
 
     y = (codes_x @ codes_w.T) * scale_x * scale_w + bias
 
-The product accumulates in float32, the scales are applied to the sum, and the result is rounded once to the dtype asked
+The product accumulates in float32 (see ``_multiply`` for Hopper), the scales are applied to the sum, and the result is rounded once to the dtype asked
 for; the bias is added after that. Codes are float8_e4m3fn.
 """
 
@@ -85,6 +85,11 @@ def _on_tensor_cores(
 
 
 def _multiply(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The kernel's product. On Hopper it accumulates fast: sums are kept in fewer bits than float32 has.
+
+    ``benchmarks/gpu.py kernels`` prints what that is worth and what it costs: on an H200 a tenth of the time, and of
+    the error of 0.037 that codes have anyway less than 0.001.
+    """
     return torch._scaled_mm(
-        codes.contiguous(), weight.t(), scale_a=scale, scale_b=weight_scale, out_dtype=dtype, use_fast_accum=False
+        codes.contiguous(), weight.t(), scale_a=scale, scale_b=weight_scale, out_dtype=dtype, use_fast_accum=True
     )

@@ -16,20 +16,20 @@ def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """See ``operators.quantise_rows`` without a static scale."""
     amax = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True, dtype=torch.float32)
     scale = amax.mul_(1 / LARGEST).clamp_(min=SMALLEST_SCALE)
-    # Within +-448 but for one rounding, which the cast takes back, so there is nothing to clamp.
-    return _rounded_quotients(rows, scale), scale
+    # Within +-448 but for two roundings, which the cast takes back, so there is nothing to clamp.
+    return _rounded_products(rows, scale.reciprocal()), scale
 
 
 def quantise_under(rows: Tensor, scale: Tensor) -> Tensor:
     """The codes of ``operators.quantise_rows`` under a static scale."""
-    return (rows / scale.view(1, 1)).clamp_(-LARGEST, LARGEST).to(FLOAT8)
+    return (rows * scale.reciprocal().view(1, 1)).clamp_(-LARGEST, LARGEST).to(FLOAT8)
 
 
-def _rounded_quotients(rows: Tensor, scale: Tensor) -> Tensor:
-    """``rows / scale`` in float32, cast once. Outside a compiler, which does this by itself, it takes one kernel."""
+def _rounded_products(rows: Tensor, factor: Tensor) -> Tensor:
+    """``rows * factor`` in float32, cast once. Outside a compiler, which does this by itself, it takes one kernel."""
     if torch.compiler.is_compiling():
-        return (rows / scale).to(FLOAT8)
-    return torch.div(rows, scale, out=torch.empty(rows.shape, dtype=FLOAT8, device=rows.device))
+        return (rows * factor).to(FLOAT8)
+    return torch.mul(rows, factor, out=torch.empty(rows.shape, dtype=FLOAT8, device=rows.device))
 
 
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
