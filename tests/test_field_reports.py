@@ -291,7 +291,7 @@ def test_a_scale_left_over_is_an_error(
     ):
         with pytest.raises(QuantisationError) as caught:
             attempt()
-        assert "1 scales or markers that no weight consumes" in caught.value.found
+        assert "1 scale or marker that no weight consumes" in caught.value.found
         assert caught.value.items == (named,)
 
 

@@ -259,7 +259,7 @@ def test_scales_and_markers_that_no_weight_consumes_are_always_errors(
     path = file.write(tmp_path / "m.safetensors")
     with pytest.raises(QuantisationError) as caught:
         slipcast.plan(path, device="cpu", unexpected=unexpected)
-    assert "1 scales or markers that no weight consumes" in caught.value.found
+    assert "1 scale or marker that no weight consumes" in caught.value.found
     assert [item.split()[0] for item in caught.value.items] == [name]
     assert "loading it would give wrong weights" in caught.value.hint
     assert any(name in problem for problem in slipcast.inspect(path).problems)
