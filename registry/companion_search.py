@@ -17,8 +17,11 @@ from slipcast.registry.inspection import Identified, identify_path
 from slipcast.registry.pipeline_index import PipelineIndex, read_index
 from slipcast.registry.runtime import Sampling
 from slipcast.registry.settings import Settings
+from slipcast.registry.untrusted_files import read_json_object
 
-_TOKENIZER_FILES = frozenset({"tokenizer_config.json", "tokenizer.json"})
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_FILES = frozenset({_TOKENIZER_CONFIG, "tokenizer.json"})
+_CONFIG_LIMIT_MIB = 16
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class CompanionSearch:
         Raises:
             CompanionError: parts are missing, or not what is needed.
         """
+        self._refuse_unknown(needed)
         found: dict[str, Companion] = {}
         absent: dict[str, str] = {}
         missing: dict[str, str] = {}
@@ -97,12 +101,11 @@ class CompanionSearch:
         return None if folder is None else self._model_of_pipeline(role, needed, folder, "in the pipeline's folder")
 
     def _model_in_same_file(self, role: str, needed: str) -> Companion | None:
-        main = self.identified.main
-        others = [match for match in self._in_file if match.family.id == needed.partition("/")[0]]
-        if not others:
-            return None
-        beside_it = tuple(match for match in (main, *self._in_file) if match is not others[0])
-        return _model(role, others[0], self.path, "in the same file", beside_it)
+        for match in self._in_file:
+            if _fits(match, needed, of_any_variant=True):
+                others = tuple(other for other in (self.identified.main, *self._in_file) if other is not match)
+                return self._model(role, needed, match, self.path, "in the same file", others)
+        return None
 
     def _model_of_folder_setting(self, role: str, needed: str) -> Companion | None:
         folder = self._setting("folder")
@@ -138,7 +141,7 @@ class CompanionSearch:
                     roles=(role,),
                 )
             for file, identified, match in fitting:
-                return _model(role, match, file, found, _others(match, identified))
+                return self._model(role, needed, match, file, found, _others(match, identified))
         return None
 
     def _named_model(self, role: str, needed: str, path: Path, found: str) -> Companion:
@@ -154,7 +157,7 @@ class CompanionSearch:
             raise
         for match in identified.matches:
             if _fits(match, needed):
-                return _model(role, match, path, found, _others(match, identified))
+                return self._model(role, needed, match, path, found, _others(match, identified))
         held = ", ".join(_named(match) for match in identified.matches)
         raise CompanionError(
             f"as the {role}: {held}",
@@ -179,7 +182,14 @@ class CompanionSearch:
                 path=folder,
                 roles=(role,),
             )
-        return _model(role, match, folder, found, identified.beside)
+        return self._model(role, needed, match, folder, found, identified.beside)
+
+    def _model(
+        self, role: str, needed: str, match: Match, path: Path, found: str, others: tuple[Match, ...]
+    ) -> Companion:
+        serves = match.family.serves.get(needed.partition("/")[0])
+        class_name = match.model if serves is None else self._class_of(needed)
+        return Companion(role, "model", class_name, found, path, match, others, serves=serves)
 
     # tokenizers, processors and schedulers
 
@@ -207,9 +217,12 @@ class CompanionSearch:
             return None
         folder = encoder.path if encoder.path.is_dir() else encoder.path.parent
         if any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            return Companion(role, "tokenizer", needed, "with its text encoder", folder)
+            listed = self._listed_class(folder, role, needed)
+            return Companion(role, "tokenizer", listed, "with its text encoder", folder)
         near = named_folder(folder.parent, role)
-        return None if near is None else Companion(role, "tokenizer", needed, "beside its text encoder", near)
+        if near is None:
+            return None
+        return Companion(role, "tokenizer", self._listed_class(near, role, needed), "beside its text encoder", near)
 
     def _made_scheduler(self, role: str, needed: str) -> Companion | None:
         if kind_of_role(role) != "scheduler" or self.sampling.scheduler is None:
@@ -248,10 +261,15 @@ class CompanionSearch:
         return self._seen[file, needed]
 
     def _listed_class(self, folder: Path, role: str, needed: str) -> str:
-        """The class that the index around a component's folder names; the family's where there is none."""
+        """The class that the index around a component's folder names, or its own files; else the family's."""
         index = read_index(folder.absolute().parent)
         listed = None if index is None or folder.name != role else index.classes.get(role)
-        return needed if listed is None else ".".join(listed)
+        if listed is not None:
+            return ".".join(listed)
+        if kind_of_role(role) != "tokenizer" or not (folder / _TOKENIZER_CONFIG).is_file():
+            return needed
+        named = read_json_object(folder / _TOKENIZER_CONFIG, limit_mib=_CONFIG_LIMIT_MIB).get("tokenizer_class")
+        return f"transformers.{named}" if isinstance(named, str) else needed
 
     def _class_of(self, needed: str) -> str:
         if is_class(needed):
@@ -261,6 +279,19 @@ class CompanionSearch:
 
     def _kind_of(self, needed: str) -> str | None:
         return None if is_class(needed) else load_catalogue(self.settings.families)[needed.partition("/")[0]].kind
+
+    def _refuse_unknown(self, needed: Mapping[str, str]) -> None:
+        """Refuse a family file that names others which are not known here."""
+        known = load_catalogue(self.settings.families)
+        for role, companion in needed.items():
+            if not is_class(companion) and companion.partition("/")[0] not in known:
+                raise CompanionError(
+                    f"the family {companion!r} as the {role}, which is not known here",
+                    expected="a family that 'slipcast families' lists",
+                    hint="add the folder of its file to the setting families",
+                    path=self.path,
+                    roles=(role,),
+                )
 
     def _title(self, needed: str) -> str:
         if is_class(needed):
@@ -293,16 +324,14 @@ class CompanionSearch:
         )
 
 
-def _fits(match: Match, needed: str) -> bool:
-    """Whether a model is what is needed; a variant that no tensor shows does not speak against it."""
+def _fits(match: Match, needed: str, *, of_any_variant: bool = False) -> bool:
+    """Whether a model is what is needed, or serves in its place; that no variant shows does not speak against it."""
     if is_class(needed):
         return match.model == needed
     id_, _, variant = needed.partition("/")
-    return match.family.id == id_ and (not variant or match.variant in (None, variant))
-
-
-def _model(role: str, match: Match, path: Path, found: str, others: tuple[Match, ...]) -> Companion:
-    return Companion(role, "model", match.model, found, path, match, others)
+    if id_ in match.family.serves:
+        return True
+    return match.family.id == id_ and (of_any_variant or not variant or match.variant in (None, variant))
 
 
 def _others(match: Match, identified: Identified) -> tuple[Match, ...]:

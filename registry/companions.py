@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from slipcast.registry.family import Serves
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.identify import Match
 
@@ -26,6 +27,7 @@ class Companion:
         match: the model as it was identified; None of one without a family, which its own library reads.
         beside: the other models in the file of ``match``.
         arguments: of a scheduler without a file.
+        serves: how the model becomes the ``class_name`` that the pipeline needs, where that is another than its own.
     """
 
     role: str
@@ -36,6 +38,7 @@ class Companion:
     match: Match | None = None
     beside: tuple[Match, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    serves: Serves | None = None
 
     @property
     def component(self) -> str | None:

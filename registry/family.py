@@ -256,6 +256,16 @@ class Precision(_Section):
         return self
 
 
+class Serves(_Section):
+    """How a model takes the place of one of another family that has it inside, and more that its files lack."""
+
+    inside: Text
+    """The module of the other class that this model becomes."""
+
+    identity: Several[Text] = ()
+    """Linear layers of the other class whose weight is then the identity."""
+
+
 class Naming(_Section):
     """Other names that files of the family bear; each name for a name of the model's."""
 
@@ -358,6 +368,9 @@ class Family(_Section):
     companions: Named[Companion] = Field(default_factory=FrozenMapping)
     """What a pipeline needs beside this model, by role: a family's id, after a slash the variant where only one will do
     (`ID/VARIANT`), or a class."""
+
+    serves: Annotated[Mapping[Id, Serves], *_Frozen] = Field(default_factory=FrozenMapping)
+    """Families whose place this one takes in a pipeline where no file of theirs is there, by id."""
 
     examples: Several[Example] = ()
     """Recorded headers that this family must claim, and no other."""

@@ -93,7 +93,7 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
         kind="model",
         class_name=main.model,
         found="in the pipeline's folder" if inside else "the path itself",
-        path=path,
+        path=path / main.component if inside else path,
         match=main,
         beside=identified.beside,
     )

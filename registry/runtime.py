@@ -123,6 +123,9 @@ class Sampling(_Section):
     latent_scale: int | None = Field(default=None, ge=1)
     """Pixels for each latent, along width and height."""
 
+    frame_rate: float | None = Field(default=None, gt=0, strict=False)
+    """Frames for each second of a video."""
+
     size_multiple: int | None = Field(default=None, ge=1)
     """Pixels of which width and height are multiples."""
 

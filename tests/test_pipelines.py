@@ -9,10 +9,19 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import slipcast
 from slipcast.engine.check.torchvision_stand_in import torchvision_or_stand_in
-from support.tiny_pipelines import PIPELINES, plain_pipeline, write_pipeline, write_single
+from support.tiny_pipelines import (
+    ALL_IN_ONE,
+    PIPELINES,
+    plain_pipeline,
+    without_models,
+    write_all_in_one,
+    write_pipeline,
+    write_single,
+)
 
 FAMILIES = sorted(PIPELINES)
 
@@ -51,3 +60,18 @@ def test_a_folder_and_a_single_file_draw_what_diffusers_draws(
     again = slipcast.pipeline(single, device="cpu", dtype="bfloat16", companions=folder)
     assert type(again) is type(plain)
     assert np.array_equal(picture(again), expected)
+
+
+@pytest.mark.parametrize("family", sorted(ALL_IN_ONE))
+def test_a_file_of_the_whole_pipeline_needs_tokenizers_alone(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = folders[family]
+    whole = write_all_in_one(family, folder, tmp_path / "whole.safetensors")
+    rest = without_models(folder, tmp_path / "rest")
+    pipe = slipcast.pipeline(whole, device="cpu", dtype="bfloat16", companions=rest)
+    plain = plain_pipeline(type(pipe), folder)
+    assert {role: type(part) for role, part in pipe.components.items() if isinstance(part, nn.Module)} == {
+        role: type(part) for role, part in plain.components.items() if isinstance(part, nn.Module)
+    }
+    assert np.array_equal(picture(pipe), picture(plain))

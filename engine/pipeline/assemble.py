@@ -21,6 +21,7 @@ from slipcast.engine.pipeline.classes import (
     processor_class,
     scheduler_class,
 )
+from slipcast.engine.pipeline.inside import put_inside
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, PlannedPart
 from slipcast.engine.plan import Decision
 from slipcast.engine.report import Report, make_report
@@ -68,11 +69,12 @@ def assemble(
     so_far = _Sum(plan, progress)
     for role, part in plan.parts.items():
         if part.plan is not None:
-            parts[role], reports[role] = _load(part, so_far.of_next(), cancelled)
+            model, reports[role] = _load(part, so_far.of_next(), cancelled)
+            parts[role] = put_inside(model, part)
             so_far.add(part)
         else:
             parts[role] = _from_library(part, plan)
-    pipe = _build(plan, parts)
+    pipe = _build(pipeline_class(plan.pipeline), parts, plan.arguments)
     setattr(pipe, _RECORD, PipelineRecord(plan, reports, dict(plan.settings)))
     logger.info("%s of %s, %s bytes on %s", plan.pipeline, ", ".join(parts), f"{plan.nbytes:,}", plan.device)
     return pipe
@@ -164,8 +166,22 @@ def _scheduler(companion: Companion) -> Any:
     return kind.from_pretrained(str(companion.path), local_files_only=True)
 
 
-def _build(plan: PipelinePlan, parts: Mapping[str, Any]) -> Any:
-    kind = pipeline_class(plan.pipeline)
+def same_parts(pipe: Any, kind: Any) -> Any:
+    """Another pipeline of the same parts, which are shared and stay as they are.
+
+    Args:
+        pipe: what ``assemble`` returned.
+        kind: the class of the other one.
+    """
+    record = pipeline_record(pipe)
+    known = own_arguments(kind)
+    parts = {role: part for role, part in pipe.components.items() if role in known}
+    other = _build(kind, parts, {name: value for name, value in record.plan.arguments.items() if name in known})
+    setattr(other, _RECORD, record)
+    return other
+
+
+def _build(kind: Any, parts: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
     if is_modular(kind):
         pipe = kind()
         pipe.update_components(**parts)
@@ -173,6 +189,6 @@ def _build(plan: PipelinePlan, parts: Mapping[str, Any]) -> Any:
     empty = {
         name: None
         for name, parameter in own_arguments(kind).items()
-        if name not in parts and name not in plan.arguments and parameter.default is parameter.empty
+        if name not in parts and name not in arguments and parameter.default is parameter.empty
     }
-    return kind(**parts, **plan.arguments, **empty)
+    return kind(**parts, **arguments, **empty)

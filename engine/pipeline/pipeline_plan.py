@@ -17,6 +17,7 @@ from slipcast.engine.pipeline.classes import (
     processor_class,
     scheduler_class,
 )
+from slipcast.engine.pipeline.inside import bytes_around
 from slipcast.engine.pipeline.part_settings import companion_settings, denoiser_settings
 from slipcast.engine.plan import Decision, Plan
 from slipcast.engine.planner import make_plan
@@ -174,7 +175,7 @@ def _plan_part(part: Companion, settings: Settings, denoiser: Plan) -> PlannedPa
     second = part.match.family.kind == "denoiser"
     own = denoiser_settings(settings, part) if second else companion_settings(settings, part, denoiser)
     plan = make_plan(part.match, own, others=part.beside)
-    return PlannedPart(part, plan, plan.bytes.resident)
+    return PlannedPart(part, plan, plan.bytes.resident + bytes_around(part, plan))
 
 
 def _match(part: Companion) -> Any:

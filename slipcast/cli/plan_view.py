@@ -10,7 +10,7 @@ from slipcast.cli.collapse import collapse
 from slipcast.cli.output import exact_bytes, mebibytes, write, write_facts, write_heading, write_table
 
 if TYPE_CHECKING:
-    from slipcast.engine.plan import Plan
+    from slipcast.engine.plan import Decision, Plan
     from slipcast.engine.report import Report
 
 _SECTIONS = (
@@ -39,7 +39,7 @@ def write_plan(plan: Plan) -> None:
         )
         write()
     write_facts([("from", _origin(plan)), ("tensors", _fates(plan)), ("notes", plan.notes)])
-    write_settings(plan)
+    write_settings(plan.settings)
     _write_bytes(plan)
     _write_modules(plan)
     for name, heading in _SECTIONS:
@@ -58,7 +58,7 @@ def write_report(report: Report) -> None:
             ("seconds", f"{report.seconds:.2f}"),
         ]
     )
-    write_settings(plan)
+    write_settings(plan.settings)
     write()
     outcome = {
         "resident": report.resident,
@@ -91,11 +91,11 @@ def title(plan: Plan) -> str:
     return f"{plan.origin.family}{variant}: {plan.origin.model} on {plan.device}, computed in {plan.compute_dtype}"
 
 
-def write_settings(plan: Plan) -> None:
+def write_settings(settings: Mapping[str, Decision]) -> None:
     """What was requested, what is done, and why."""
     write()
     write_heading("Settings")
-    rows = ((name, decision.requested, decision.engaged, decision.reason) for name, decision in plan.settings.items())
+    rows = ((name, decision.requested, decision.engaged, decision.reason) for name, decision in settings.items())
     write_table(("setting", "requested", "engaged", "reason"), rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,14 @@ def qwen_image() -> Any:
     )
 
 
+def projected_clip_l() -> Any:
+    """With the identity as its projection, as published."""
+    size = {"vocab_size": VOCABULARY, "max_position_embeddings": 77, "projection_dim": 768}
+    model = model_of("clip-l-projection", **size)
+    torch.nn.init.eye_(model.text_projection.weight)
+    return model
+
+
 def sd3() -> Any:
     return diffusers.StableDiffusion3Pipeline(
         transformer=model_of(
@@ -162,9 +171,7 @@ def sd3() -> Any:
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=flux_vae(scaling_factor=1.5305, shift_factor=0.0609),
-        text_encoder=model_of(
-            "clip-l-projection", vocab_size=VOCABULARY, max_position_embeddings=77, projection_dim=768
-        ),
+        text_encoder=projected_clip_l(),
         tokenizer=byte_tokenizer(),
         text_encoder_2=clip_g(),
         tokenizer_2=byte_tokenizer(),
@@ -330,4 +337,49 @@ def write_single(folder: Path, out: Path) -> Path:
         held |= {f"net.llm_adapter.{name}": tensor for name, tensor in load_file(inner).items()}
         save_file(held, out)
         inner.unlink()
+    return out
+
+
+def write_all_in_one(family: str, folder: Path, out: Path) -> Path:
+    """Write the models of a pipeline's folder as the one file that Stable Diffusion's authors publish."""
+    held: dict[str, torch.Tensor] = {}
+    for role, (prefix, layout) in ALL_IN_ONE[family].items():
+        part = out.with_name(f"{role}.safetensors")
+        slipcast.convert(folder / role, part, layout=layout)
+        held |= {prefix + name: tensor for name, tensor in load_file(part).items()}
+        part.unlink()
+    if family == "sd3":  # whose files hold no projection: it is the identity
+        del held["text_encoders.clip_l.transformer.text_projection.weight"]
+    save_file(held, out)
+    return out
+
+
+ALL_IN_ONE: dict[str, dict[str, tuple[str, Any]]] = {
+    "sd-1": {
+        "unet": ("model.diffusion_model.", "native"),
+        "vae": ("first_stage_model.", "native"),
+        "text_encoder": ("cond_stage_model.transformer.", "native"),
+    },
+    "sdxl": {
+        "unet": ("model.diffusion_model.", "native"),
+        "vae": ("first_stage_model.", "native"),
+        "text_encoder": ("conditioner.embedders.0.transformer.", "native"),
+        "text_encoder_2": ("conditioner.embedders.1.model.", "native"),
+    },
+    "sd3": {
+        "transformer": ("model.diffusion_model.", "native"),
+        "vae": ("first_stage_model.", "native"),
+        "text_encoder": ("text_encoders.clip_l.transformer.", None),
+        "text_encoder_2": ("text_encoders.clip_g.transformer.", "diffusers"),
+        "text_encoder_3": ("text_encoders.t5xxl.transformer.", "diffusers"),
+    },
+}
+"""Family -> role -> what stands before its names, and whose names they are."""
+
+
+def without_models(folder: Path, out: Path) -> Path:
+    """Write a pipeline's folder without its models: tokenizers and scheduler."""
+    for inside in folder.iterdir():
+        if inside.is_dir() and not any(inside.glob("*.safetensors")):
+            shutil.copytree(inside, out / inside.name)
     return out

@@ -1,0 +1,228 @@
+"""Draws with a pipeline: a request, what the family's facts and the pipeline make of it, and the pictures."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slipcast.engine.pipeline.assemble import pipeline_record, same_parts
+from slipcast.engine.pipeline.classes import is_modular, pipeline_class
+from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
+from slipcast.registry.errors import SettingsError
+from slipcast.registry.runtime import Sampling
+
+StepProgress = Callable[[int, int], None]
+"""Called with the number of the step that is done, and of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What is to be drawn; what is None is left to the family's facts, then to the pipeline.
+
+    Attributes:
+        prompt: what is to be seen.
+        negative_prompt: what is not to be seen.
+        steps: number of denoising steps.
+        guidance: strength of guidance.
+        seed: of the noise.
+        width: in pixels, a multiple of the family's; one that is not positive counts as None.
+        height: likewise.
+        frames: number of frames of a video.
+        image: a PIL picture to start from.
+        strength: how far to go from it, from 0 to 1.
+    """
+
+    prompt: str
+    negative_prompt: str | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    seed: int = 0
+    width: int | None = None
+    height: int | None = None
+    frames: int | None = None
+    image: Any = None
+    strength: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What was drawn.
+
+    Attributes:
+        images: PIL pictures; of a video its frames.
+        is_video: whether they are frames.
+        pipeline: name of the class that drew them.
+        arguments: those of its call that say how, by the pipeline's own names.
+        seconds: duration of the call.
+    """
+
+    images: tuple[Any, ...]
+    is_video: bool
+    pipeline: str
+    arguments: Mapping[str, Any]
+    seconds: float
+
+
+def generate(pipe: Any, request: GenerationRequest, progress: StepProgress | None = None) -> Generated:
+    """Draw what a request says.
+
+    The noise is made on the CPU, so that a seed gives the same noise wherever the pipeline computes.
+
+    Args:
+        pipe: what ``slipcast.pipeline`` returned.
+        request: what is to be drawn.
+        progress: called after each step, of pipelines that say when one ends.
+
+    Raises:
+        SettingsError: the pipeline can't do what is asked.
+        CompanionError: slipcast did not make the pipeline.
+    """
+    sampling = pipeline_record(pipe).plan.found.sampling
+    if request.image is not None:
+        pipe = image_pipeline(pipe)
+    shown = call_arguments(type(pipe), request, sampling)
+    arguments = {**shown, "prompt": request.prompt, "generator": torch.Generator("cpu").manual_seed(request.seed)}
+    if request.image is not None:
+        arguments["image"] = _fitted(request.image, request, sampling)
+    takes = _parameters(type(pipe))
+    steps = shown.get("num_inference_steps")
+    if progress is not None and steps is not None and "callback_on_step_end" in takes:
+        arguments["callback_on_step_end"] = _reporting(progress, steps)
+    pipe.set_progress_bar_config(disable=True)
+    began = time.perf_counter()
+    frames = "frames" if "num_frames" in takes else "images"
+    if is_modular(type(pipe)):
+        _set_guidance(pipe, request, sampling)
+        found = pipe(**arguments, output=frames)
+    else:
+        found = getattr(pipe(**arguments, output_type="pil"), frames)
+    images = tuple(found[0] if frames == "frames" else found)
+    return Generated(images, frames == "frames", type(pipe).__name__, shown, time.perf_counter() - began)
+
+
+def check_request(plan: PipelinePlan, request: GenerationRequest) -> None:
+    """Refuse what ``generate`` would refuse, before anything is loaded.
+
+    Raises:
+        SettingsError: the pipeline can't do what is asked.
+    """
+    sampling = plan.found.sampling
+    kind = pipeline_class(plan.pipeline if request.image is None else _of_images(sampling, plan.pipeline))
+    call_arguments(kind, request, sampling)
+
+
+def image_pipeline(pipe: Any) -> Any:
+    """The pipeline that starts from a picture, of the same parts.
+
+    Raises:
+        SettingsError: the family has none.
+    """
+    plan = pipeline_record(pipe).plan
+    kind = pipeline_class(_of_images(plan.found.sampling, plan.pipeline))
+    return pipe if isinstance(pipe, kind) else same_parts(pipe, kind)
+
+
+def _of_images(sampling: Sampling, pipeline: str) -> str:
+    if sampling.image_to_image is None:
+        raise _refused(
+            "image",
+            f"a picture to start from, for which diffusers has no pipeline like {pipeline}",
+            "a family whose sampling: names a pipeline for image_to_image",
+            "leave the picture out",
+        )
+    return sampling.image_to_image
+
+
+def call_arguments(kind: type, request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
+    """The arguments of a pipeline's call that a request and the family's facts make, without prompt and seed.
+
+    Args:
+        kind: the pipeline's class.
+        request: what is to be drawn.
+        sampling: the family's facts.
+
+    Raises:
+        SettingsError: the size is no multiple of the family's, or the call has no such argument.
+    """
+    takes = _parameters(kind)
+    arguments: dict[str, Any] = {}
+    steps = request.steps if request.steps is not None else sampling.steps
+    if steps is not None:
+        arguments["num_inference_steps"] = steps
+    guidance = request.guidance if request.guidance is not None else sampling.guidance
+    if guidance is not None and sampling.guidance_argument is not None:
+        arguments[sampling.guidance_argument] = guidance
+    for name, pixels in _size(request, sampling).items():
+        if request.image is None or name in takes:
+            arguments[name] = pixels
+    for name, value in (("num_frames", request.frames), ("strength", request.strength)):
+        if value is not None:
+            arguments[name] = value
+    negative = request.negative_prompt if request.negative_prompt is not None else sampling.negative_prompt
+    if negative is not None and (request.negative_prompt is not None or "negative_prompt" in takes):
+        arguments["negative_prompt"] = negative
+    for name in arguments:
+        if name not in takes:
+            raise _refused(
+                name,
+                f"{name} for {kind.__name__}, which takes none",
+                "what the pipeline takes",
+                "leave it out, or give a picture to start from" if name == "strength" else "leave it out",
+            )
+    return arguments
+
+
+def _size(request: GenerationRequest, sampling: Sampling) -> dict[str, int]:
+    """Width and height that are asked for, or of the picture to start from."""
+    asked = {name: value for name in ("width", "height") if (value := getattr(request, name)) and value > 0}
+    multiple = sampling.size_multiple or 1
+    for name, pixels in asked.items():
+        if pixels % multiple:
+            below = max(pixels // multiple, 1) * multiple
+            raise _refused(
+                name,
+                f"a {name} of {pixels} pixels",
+                f"a multiple of {multiple}",
+                f"give {below} or {below + multiple}",
+            )
+    if request.image is None:
+        return asked
+    own = dict(zip(("width", "height"), request.image.size, strict=True))
+    return {name: asked.get(name) or max(own[name] // multiple, 1) * multiple for name in own}
+
+
+def _fitted(image: Any, request: GenerationRequest, sampling: Sampling) -> Any:
+    """A picture in colours, of the size that is drawn."""
+    size = _size(request, sampling)
+    return image.convert("RGB").resize((size["width"], size["height"]))
+
+
+def _reporting(progress: StepProgress, steps: int) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
+    def report(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG001
+        progress(step + 1, steps)
+        return tensors
+
+    return report
+
+
+def _set_guidance(pipe: Any, request: GenerationRequest, sampling: Sampling) -> None:
+    """Give the strength of guidance to the part that guides, where it is no argument of the call."""
+    guidance = request.guidance if request.guidance is not None else sampling.guidance
+    if guidance is not None and "guider" in pipe.components:
+        pipe.update_components(guider=type(pipe.guider).from_config({**pipe.guider.config, "guidance_scale": guidance}))
+
+
+def _parameters(kind: Any) -> frozenset[str]:
+    """What a pipeline's call takes."""
+    if is_modular(kind):
+        return frozenset(kind().blocks.input_names)
+    return frozenset(inspect.signature(kind.__call__).parameters)
+
+
+def _refused(field: str, found: str, expected: str, hint: str) -> SettingsError:
+    return SettingsError(found, expected=expected, hint=hint, field=field)
