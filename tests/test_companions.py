@@ -1,0 +1,222 @@
+"""Where the parts of a pipeline are found, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import slipcast
+from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
+from slipcast.registry.companions import Companion
+from slipcast.registry.errors import CompanionError, IdentificationError
+from slipcast.registry.found_pipeline import find_companions, find_pipeline
+from slipcast.registry.settings import resolve_settings
+from support.tiny_pipelines import write_pipeline, write_single
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pipeline("z-image", tmp_path_factory.mktemp("published") / "pipeline")
+
+
+@pytest.fixture(scope="module")
+def single(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_single(published, tmp_path_factory.mktemp("single") / "z_image_turbo.safetensors")
+
+
+def found(path: Path, **companions: object) -> dict[str, Companion]:
+    settings = resolve_settings({"companions": companions} if companions else {}).values
+    return {part.role: part for part in find_companions(path, settings)}
+
+
+def where(parts: Mapping[str, Companion]) -> dict[str, str]:
+    return {role: part.found for role, part in parts.items()}
+
+
+def missing(path: Path, **companions: object) -> CompanionError:
+    with pytest.raises(CompanionError) as caught:
+        found(path, **companions)
+    return caught.value
+
+
+def weights(published: Path, role: str) -> Path:
+    (file,) = (published / role).glob("*.safetensors")
+    return file
+
+
+def test_a_pipelines_folder_has_all_its_parts(published: Path) -> None:
+    parts = found(published)
+    assert set(where(parts).values()) == {"in the pipeline's folder"}
+    assert [part.role for part in parts.values()] == ["transformer", "text_encoder", "vae", "tokenizer", "scheduler"]
+    assert parts["vae"].path == published / "vae"
+    assert (parts["vae"].family, parts["vae"].class_name) == ("flux-1-vae", "diffusers.AutoencoderKL")
+    assert parts["transformer"].path == published / "transformer"
+
+
+def test_the_denoisers_folder_in_a_pipelines_folder_finds_what_lies_around_it(published: Path) -> None:
+    parts = found(published / "transformer")
+    assert where(parts)["transformer"] == "the path itself"
+    assert parts["text_encoder"].path == (published / "text_encoder").resolve()
+
+
+def test_of_a_lone_file_all_that_is_missing_is_named_with_what_would_do(single: Path) -> None:
+    error = missing(single)
+    assert error.roles == ("text_encoder", "vae", "tokenizer")
+    assert error.items[0] == (
+        "text_encoder: Qwen3 4b (family qwen3, transformers.Qwen3Model): setting companions.text_encoder"
+    )
+    assert error.items[2] == "tokenizer: a folder with the files of transformers.Qwen2Tokenizer: setting " + (
+        "companions.tokenizer"
+    )
+    assert error.to_dict()["roles"] == ["text_encoder", "vae", "tokenizer"]
+
+
+def test_a_scheduler_is_made_of_what_the_family_file_says_of_the_variant(single: Path, published: Path) -> None:
+    own = {"text_encoder": published / "text_encoder", "vae": published / "vae", "tokenizer": published / "tokenizer"}
+    scheduler = found(single, **{role: str(path) for role, path in own.items()})["scheduler"]
+    assert (scheduler.path, dict(scheduler.arguments)) == (None, {"shift": 3.0})
+    assert find_pipeline(single, resolve_settings({"companions": own}).values).variant == "turbo"
+
+
+def test_settings_name_files_and_a_tokenizer_lies_beside_its_text_encoder(single: Path, published: Path) -> None:
+    parts = found(single, text_encoder=str(weights(published, "text_encoder")), vae=str(weights(published, "vae")))
+    assert where(parts) == {
+        "transformer": "the path itself",
+        "text_encoder": "setting companions.text_encoder",
+        "vae": "setting companions.vae",
+        "tokenizer": "beside its text encoder",
+        "scheduler": "made from what the family file says",
+    }
+
+
+def test_a_setting_goes_before_the_pipelines_folder(single: Path, published: Path, tmp_path: Path) -> None:
+    other = tmp_path / "vae.safetensors"
+    shutil.copy(weights(published, "vae"), other)
+    parts = found(published, vae=str(other))
+    assert (parts["vae"].found, parts["vae"].path) == ("setting companions.vae", other)
+
+
+@pytest.mark.parametrize("depth", ["", "z-image"])
+def test_comfyuis_folders_are_looked_into(single: Path, published: Path, tmp_path: Path, depth: str) -> None:
+    shelf = tmp_path / "models"
+    for name in ("diffusion_models", "text_encoders", "vae"):
+        (shelf / name / depth).mkdir(parents=True)
+    file = shelf / "diffusion_models" / depth / single.name
+    shutil.copy(single, file)
+    shutil.copy(weights(published, "text_encoder"), shelf / "text_encoders" / depth / "qwen.safetensors")
+    shutil.copy(weights(published, "vae"), shelf / "vae" / depth / "ae.safetensors")
+    (shelf / "vae" / depth / "broken.safetensors").write_bytes(b"no safetensors")
+    parts = found(file, tokenizer=str(published / "tokenizer"))
+    assert where(parts)["text_encoder"] == where(parts)["vae"] == "beside the file"
+    assert parts["vae"].path == shelf / "vae" / depth / "ae.safetensors"
+
+
+def test_of_two_that_would_do_one_has_to_be_named(single: Path, published: Path, tmp_path: Path) -> None:
+    file = tmp_path / single.name
+    shutil.copy(single, file)
+    for name in ("one", "two"):
+        shutil.copy(weights(published, "vae"), tmp_path / f"{name}.safetensors")
+    settings = {role: str(published / role) for role in ("text_encoder", "tokenizer")}
+    error = missing(file, **settings)
+    assert error.roles == ("vae",)
+    assert [Path(item).stem for item in error.items] == ["one", "two"]
+    assert error.hint == "name the one that you mean by the setting companions.vae"
+    chosen = found(file, **settings, vae=str(tmp_path / "two.safetensors"))
+    assert chosen["vae"].path == tmp_path / "two.safetensors"
+
+
+def test_a_wrong_part_is_refused_by_what_it_is(single: Path, published: Path) -> None:
+    error = missing(single, folder=str(published), vae=str(weights(published, "text_encoder")))
+    assert error.found == "as the vae: Qwen3"
+    assert error.expected == "FLUX.1 and Stable Diffusion 3 VAE (family flux-1-vae, diffusers.AutoencoderKL)"
+
+
+def test_a_pipeline_does_not_begin_from_a_vae(published: Path) -> None:
+    with pytest.raises(IdentificationError, match=r"a vae, FLUX\.1 and Stable Diffusion 3 VAE, and no denoiser"):
+        found(published / "vae")
+
+
+def with_index(published: Path, tmp_path: Path, **changes: object) -> Path:
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("role", "named"),
+    [
+        ("tokenizer", ["transformers", "AutoModel"]),
+        ("tokenizer", ["os", "system"]),
+        ("tokenizer", ["pipeline.custom", "Qwen2Tokenizer"]),
+        ("scheduler", ["diffusers", "ZImagePipeline"]),
+        ("scheduler", ["diffusers", "__loader__"]),
+        ("scheduler", ["torch", "load"]),
+    ],
+)
+def test_a_class_that_an_index_names_is_only_taken_from_its_own_kind(
+    published: Path, tmp_path: Path, role: str, named: list[str]
+) -> None:
+    folder = with_index(published, tmp_path, **{role: named})
+    with pytest.raises(CompanionError) as caught:
+        make_pipeline_plan(folder, resolve_settings({"device": "cpu"}).values)
+    assert caught.value.found == f"the class {'.'.join(named)!r}"
+
+
+def test_an_index_of_another_pipeline_is_refused(published: Path, tmp_path: Path) -> None:
+    folder = with_index(published, tmp_path, _class_name="os.system")
+    with pytest.raises(CompanionError, match=r"a folder of the pipeline 'os.system'"):
+        found(folder)
+
+
+def test_arguments_that_the_class_does_not_take_are_passed_over(published: Path, tmp_path: Path) -> None:
+    folder = with_index(published, tmp_path, some_number=7, requires_safety_checker=True)
+    plan = make_pipeline_plan(folder, resolve_settings({"device": "cpu"}).values)
+    assert plan.arguments == {}
+
+
+def test_a_pickle_beside_the_file_is_not_looked_at(single: Path, published: Path, tmp_path: Path) -> None:
+    file = tmp_path / single.name
+    shutil.copy(single, file)
+    (tmp_path / "vae.ckpt").write_bytes(b"\x80\x04.")
+    assert missing(file).roles == ("text_encoder", "vae", "tokenizer")
+    with pytest.raises(slipcast.SlipcastError, match="Python pickle"):
+        found(file, vae=str(tmp_path / "vae.ckpt"))
+
+
+def test_a_sd3_file_without_t5_does_without(tmp_path: Path) -> None:
+    folder = write_pipeline("sd3", tmp_path / "sd3")
+    shutil.rmtree(folder / "text_encoder_3")
+    shutil.rmtree(folder / "tokenizer_3")
+    pipe = slipcast.pipeline(folder, device="cpu")
+    assert (pipe.text_encoder_3, pipe.tokenizer_3) == (None, None)
+    file = write_single(folder, tmp_path / "sd3.safetensors")
+    found_there = find_pipeline(file, resolve_settings({"companions": folder}).values)
+    assert found_there.absent["text_encoder_3"] == "none was found, and the pipeline does without"
+
+
+def test_a_component_without_a_family_is_read_by_its_own_library(tmp_path: Path) -> None:
+    folder = write_pipeline("cogview-4", tmp_path / "pipeline")
+    plan = make_pipeline_plan(folder, resolve_settings({"device": "cpu"}).values)
+    encoder = plan.parts["text_encoder"]
+    assert (encoder.plan, encoder.loaded_by, encoder.companion.class_name) == (
+        None,
+        "transformers",
+        "transformers.GlmModel",
+    )
+    pipe = slipcast.pipeline(folder, device="cpu", dtype="bfloat16")
+    assert sum(parameter.nbytes for parameter in pipe.text_encoder.parameters()) == encoder.nbytes
+    (file,) = (folder / "text_encoder").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors.pop(next(iter(tensors)))
+    file.unlink()
+    (folder / "text_encoder" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(slipcast.SlipcastError, match="pickle"):
+        slipcast.pipeline(folder, device="cpu")
+    save_file(tensors, file)
