@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from slipcast.engine.report import Loaded
     from slipcast.engine.wanted import Scale, Spelling
     from slipcast.registry.claims import Layout
-
-logger = logging.getLogger("slipcast")
 
 
 def inspect(path: str | Path, **settings: Any) -> Inspection:
@@ -106,25 +103,13 @@ def _load(
     cancelled: Callable[[], bool] | None,
 ) -> Loaded:
     identified = identify_path(path, resolved)
-    from slipcast.engine.compiled_blocks import compile_planned_
-    from slipcast.engine.devices import resolve_device  # imports torch, which what is refused should not wait for
-    from slipcast.engine.loader import execute
-    from slipcast.engine.measure import Peaks
-    from slipcast.engine.report import Loaded, make_report
+    from slipcast.engine.planned_load import load_planned  # imports torch, which what is refused should not wait for
     from slipcast.engine.saved_plan import check_saved_plan
 
     made = _plan(identified, resolved)
     if plan is not None:
         check_saved_plan(plan, made)
-    plan = made
-    device, _ = resolve_device(plan.request.device)
-    with Peaks(device) as peaks:
-        model, notes = execute(plan, identified.main.header, progress=progress, cancelled=cancelled)
-    report = make_report(plan, model, peaks, notes, compile_planned_(model, plan))
-    logger.info("%s", report.summary())
-    for note in notes:
-        logger.warning("%s", note)
-    return Loaded(model, report)
+    return load_planned(made, identified.main.header, progress=progress, cancelled=cancelled)
 
 
 def pipeline(
@@ -160,8 +145,10 @@ def pipeline(
     refuse_described(resolved.device)
     from slipcast.engine.pipeline.assemble import assemble
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
+    from slipcast.engine.without_collection import without_collection
 
-    return assemble(make_pipeline_plan(path, resolved), progress=progress, cancelled=cancelled)
+    with without_collection():
+        return assemble(make_pipeline_plan(path, resolved), progress=progress, cancelled=cancelled)
 
 
 def status(pipe: Any) -> dict[str, Decision]:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from support.command_line import json_of
 from support.isolation import isolate
+from support.tiny_pipelines import write_pipeline
 from support.tiny_z_image import natively, tiny_tensors, write_native
 
 TEXT = (Path(__file__).parents[1] / "docs" / "json.md").read_text(encoding="utf-8")
@@ -26,6 +27,8 @@ BY_NAME = {
     "left_out",
     "stayed",
     "compile",
+    "arguments",
+    "status",
 }
 """Keys of objects whose own keys are names, of which an example shows some."""
 
@@ -117,6 +120,16 @@ def test_load(model, monkeypatch):
     assert real["compile"]
     assert plan.keys() < real.keys()
     agree("load", {key: value for key, value in real.items() if key not in plan})
+
+
+def test_generate(folder):
+    pipeline = write_pipeline("z-image", folder / "pipeline")
+    asked = ("--prompt", "a", "--steps", "1", "--size", "64x64", "--device", "cpu")
+    agree("generate", json_of("generate", pipeline, *asked))
+    plan = json_of("generate", pipeline, "--dry-run", "--device", "cpu")
+    said = set(re.findall(r"`(\w+)`", SECTIONS["generate"].split("With `--dry-run`")[1]))
+    keys = plan.keys() | {key for part in plan["parts"].values() for key in part}
+    assert keys < said
 
 
 def test_errors(folder):

@@ -9,10 +9,14 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import slipcast
 from slipcast.engine.check.torchvision_stand_in import torchvision_or_stand_in
+from slipcast.engine.pipeline.assemble import pipeline_record
+from slipcast.engine.pipeline.generate import GenerationRequest, generate
+from slipcast.registry.errors import CompanionError, LoadCancelled
 from support.tiny_pipelines import (
     ALL_IN_ONE,
     PIPELINES,
@@ -75,3 +79,55 @@ def test_a_file_of_the_whole_pipeline_needs_tokenizers_alone(
         role: type(part) for role, part in plain.components.items() if isinstance(part, nn.Module)
     }
     assert np.array_equal(picture(pipe), picture(plain))
+
+
+@pytest.mark.parametrize("family", ["flux-1", "sd-1", "sd3", "sdxl"])
+def test_in_float16_what_would_overflow_computes_in_float32_beside_it(family: str, folders: dict[str, Path]) -> None:
+    pipe = slipcast.pipeline(folders[family], device="cpu", dtype="float16")
+    dtypes = {
+        role: slipcast.compute_dtype(part) for role, part in pipe.components.items() if isinstance(part, nn.Module)
+    }
+    assert dtypes["vae"] == torch.float32
+    assert dtypes.get("unet", dtypes.get("transformer")) == torch.float16
+    drawn, precise = picture(pipe), picture(slipcast.pipeline(folders[family], device="cpu", dtype="float32"))
+    assert np.linalg.norm(drawn - precise) < 0.03 * np.linalg.norm(precise)
+    image = (drawn[0] * 255).round().astype("uint8")
+    again = generate(pipe, GenerationRequest("a seven", steps=2, image=Image.fromarray(image), strength=0.5))
+    assert np.asarray(again.images[0]).std() > 0
+
+
+@pytest.mark.parametrize("family", ["z-image", "sdxl"])
+def test_a_denoiser_in_fp8_storage_draws_nearly_the_same(family: str, folders: dict[str, Path]) -> None:
+    pipe = slipcast.pipeline(folders[family], device="cpu", dtype="bfloat16", fp8="storage")
+    assert slipcast.status(pipe)["fp8"].engaged == "storage"
+    record = pipeline_record(pipe)
+    denoiser = record.plan.denoiser.role
+    assert {role for role, part in record.plan.parts.items() if part.plan and "fp8" in part.plan.precisions} == {
+        denoiser
+    }
+    assert all(report.differences == () for report in record.reports.values())
+    expected = picture(slipcast.pipeline(folders[family], device="cpu", dtype="bfloat16"))
+    assert 0 < np.linalg.norm(picture(pipe) - expected) < 0.1 * np.linalg.norm(expected)
+
+
+def test_a_cancelled_load_ends_in_the_part_that_it_is_in(folders: dict[str, Path]) -> None:
+    seen: list[tuple[int, int]] = []
+    plan = pipeline_record(slipcast.pipeline(folders["z-image"], device="cpu")).plan
+    first = plan.denoiser.plan
+    assert first is not None
+    with pytest.raises(LoadCancelled):
+        slipcast.pipeline(
+            folders["z-image"],
+            device="cpu",
+            progress=lambda done, total: seen.append((done, total)),
+            cancelled=lambda: seen[-1][0] > first.bytes.read,
+        )
+    total = sum(part.plan.bytes.read for part in plan.parts.values() if part.plan is not None)
+    assert {end for _, end in seen} == {total}
+    assert sorted(seen) == seen
+    assert seen[-1][0] < total
+
+
+def test_what_slipcast_did_not_make_has_no_status() -> None:
+    with pytest.raises(CompanionError, match="that slipcast did not put together"):
+        slipcast.status(object())

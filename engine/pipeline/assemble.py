@@ -10,10 +10,7 @@ from typing import Any
 import torch
 
 from slipcast.engine.build import model_class
-from slipcast.engine.compiled_blocks import compile_planned_
-from slipcast.engine.devices import resolve_device
-from slipcast.engine.loader import Progress, execute
-from slipcast.engine.measure import Peaks
+from slipcast.engine.loader import Progress
 from slipcast.engine.pipeline.classes import (
     is_modular,
     own_arguments,
@@ -21,10 +18,12 @@ from slipcast.engine.pipeline.classes import (
     processor_class,
     scheduler_class,
 )
+from slipcast.engine.pipeline.dtypes import match_dtypes_
 from slipcast.engine.pipeline.inside import put_inside
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, PlannedPart
 from slipcast.engine.plan import Decision
-from slipcast.engine.report import Report, make_report
+from slipcast.engine.planned_load import load_planned
+from slipcast.engine.report import Report
 from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError, SlipcastError
 
@@ -69,11 +68,14 @@ def assemble(
     so_far = _Sum(plan, progress)
     for role, part in plan.parts.items():
         if part.plan is not None:
-            model, reports[role] = _load(part, so_far.of_next(), cancelled)
-            parts[role] = put_inside(model, part)
+            loaded = load_planned(part.plan, part.header, progress=so_far.of_next(), cancelled=cancelled)
+            parts[role], reports[role] = put_inside(loaded.model, part), loaded.report
             so_far.add(part)
         else:
             parts[role] = _from_library(part, plan)
+    cast = match_dtypes_({role: part for role, part in parts.items() if isinstance(part, torch.nn.Module)})
+    if cast:
+        logger.info("inputs are cast: %s", ", ".join(f"{role} computes in {dtype}" for role, dtype in cast.items()))
     pipe = _build(pipeline_class(plan.pipeline), parts, plan.arguments)
     setattr(pipe, _RECORD, PipelineRecord(plan, reports, dict(plan.settings)))
     logger.info("%s of %s, %s bytes on %s", plan.pipeline, ", ".join(parts), f"{plan.nbytes:,}", plan.device)
@@ -119,20 +121,6 @@ class _Sum:
     def add(self, part: PlannedPart) -> None:
         assert part.plan is not None
         self._done += part.plan.bytes.read
-
-
-def _load(
-    part: PlannedPart, progress: Progress | None, cancelled: Callable[[], bool] | None
-) -> tuple[torch.nn.Module, Report]:
-    assert part.plan is not None
-    assert part.companion.match is not None
-    with Peaks(resolve_device(part.plan.device)[0]) as peaks:
-        model, notes = execute(part.plan, part.companion.match.header, progress=progress, cancelled=cancelled)
-    report = make_report(part.plan, model, peaks, notes, compile_planned_(model, part.plan))
-    logger.info("%s: %s", part.role, report.summary())
-    for note in notes:
-        logger.warning("%s: %s", part.role, note)
-    return model, report
 
 
 def _from_library(part: PlannedPart, plan: PipelinePlan) -> Any:

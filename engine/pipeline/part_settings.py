@@ -20,7 +20,8 @@ def denoiser_settings(settings: Settings, part: Companion) -> Settings:
 def companion_settings(settings: Settings, part: Companion, denoiser: Plan) -> Settings:
     """The settings of any other model: it computes as the denoiser does, and stays as quantised as its file has it.
 
-    A pipeline hands tensors from one part to the next, so that one dtype serves them all.
+    A pipeline hands tensors from one part to the next, so that one dtype serves them all. As it runs once for a
+    picture, it is not compiled.
 
     Args:
         settings: those of the call.
@@ -28,5 +29,11 @@ def companion_settings(settings: Settings, part: Companion, denoiser: Plan) -> S
         denoiser: the denoiser's plan.
     """
     own = settings.fp8.model_copy(update={"mode": "auto", "remainder": "keep"})
-    changes = {"family": None, "component": part.component, "dtype": denoiser.compute_dtype, "fp8": own}
+    changes = {
+        "family": None,
+        "component": part.component,
+        "dtype": denoiser.compute_dtype,
+        "fp8": own,
+        "compile": "off",
+    }
     return settings.model_copy(update=changes)

@@ -26,9 +26,10 @@ from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError
 from slipcast.registry.found_pipeline import FoundPipeline, find_pipeline
 from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.header import Header
 from slipcast.registry.settings import Settings
 
-_SETTINGS = ("device", "dtype", "fp8")
+_SETTINGS = ("device", "dtype", "fp8", "compile")
 """Settings whose decisions for the denoiser are those of the pipeline."""
 
 
@@ -56,6 +57,12 @@ class PlannedPart:
     def loaded_by(self) -> str:
         """Who reads it: slipcast, diffusers or transformers."""
         return "slipcast" if self.plan is not None else self.companion.class_name.partition(".")[0]
+
+    @property
+    def header(self) -> Header:
+        """The header of a model that has a plan."""
+        assert self.companion.match is not None
+        return self.companion.match.header
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; of the plan only what concerns the whole model, as 'slipcast plan' gives the rest."""

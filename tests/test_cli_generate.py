@@ -1,0 +1,138 @@
+"""``slipcast generate``: pictures, videos, what it says of them, and what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import slipcast
+from slipcast.engine import loader
+from support.command_line import json_of, output_of, run
+from support.isolation import isolate
+from support.tiny_pipelines import write_pipeline, write_single
+
+CALL = ("--prompt", "a seven", "--steps", "2", "--size", "64x64", "--device", "cpu", "--set", "dtype=bfloat16")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    made = tmp_path_factory.mktemp("pipelines")
+    return {family: write_pipeline(family, made / family) for family in ("z-image", "wan", "qwen-image", "lumina-2")}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    isolate(monkeypatch, tmp_path)
+    return tmp_path
+
+
+def test_the_picture_is_the_one_that_the_pipeline_draws(folders: Mapping[str, Path], here: Path) -> None:
+    told = json_of("generate", folders["z-image"], *CALL, "--seed", "5", "--guidance", "1.5", "--out", here / "a.png")
+    assert (told["family"], told["variant"], told["pipeline"]) == ("z-image", "base", "ZImagePipeline")
+    assert (told["width"], told["height"], told["frames"], told["seed"]) == (64, 64, 1, 5)
+    assert told["arguments"] == {"num_inference_steps": 2, "guidance_scale": 1.5, "width": 64, "height": 64}
+    assert told["status"]["dtype"] == {"requested": "bfloat16", "engaged": "bfloat16", "reason": "as requested"}
+    pipe = slipcast.pipeline(folders["z-image"], device="cpu", dtype="bfloat16")
+    call = {"num_inference_steps": 2, "guidance_scale": 1.5, "width": 64, "height": 64}
+    (expected,) = pipe("a seven", generator=torch.Generator().manual_seed(5), **call).images
+    with Image.open(here / "a.png") as drawn:
+        assert np.array_equal(np.asarray(drawn), np.asarray(expected))
+
+
+def test_steps_and_guidance_are_the_familys_for_the_variant(folders: Mapping[str, Path], here: Path) -> None:
+    file = write_single(folders["z-image"], here / "z_image_turbo.safetensors")
+    asked = ("--set", f"companions={folders['z-image']}", "--prompt", "a", "--size", "64x64", "--device", "cpu")
+    told = json_of("generate", file, *asked, "--out", here / "a.png")
+    assert told["variant"] == "turbo"
+    assert (told["arguments"]["num_inference_steps"], told["arguments"]["guidance_scale"]) == (9, 0.0)
+
+
+def test_guidance_goes_by_the_familys_argument_with_a_negative_prompt(folders: Mapping[str, Path], here: Path) -> None:
+    told = json_of("generate", folders["qwen-image"], *CALL, "--guidance", "3", "--out", here / "a.png")
+    assert told["arguments"]["true_cfg_scale"] == 3.0
+    assert told["arguments"]["negative_prompt"] == " "
+    told = json_of("generate", folders["qwen-image"], *CALL, "--negative", "blue", "--out", here / "b.png")
+    assert told["arguments"]["negative_prompt"] == "blue"
+
+
+def test_a_picture_to_start_from_is_brought_to_size_and_kept_at_little_strength(
+    folders: Mapping[str, Path], here: Path
+) -> None:
+    Image.new("RGBA", (75, 70), (200, 30, 30, 255)).save(here / "red.png")
+    asked = ("--prompt", "a", "--steps", "10", "--device", "cpu", "--image", here / "red.png", "--strength")
+    told = json_of("generate", folders["z-image"], *asked, "0.1", "--out", here / "a.png")
+    assert (told["pipeline"], told["width"], told["height"]) == ("ZImageImg2ImgPipeline", 64, 64)
+    assert told["arguments"]["strength"] == 0.1
+    json_of("generate", folders["z-image"], *asked, "1.0", "--out", here / "b.png")
+    assert (here / "a.png").read_bytes() != (here / "b.png").read_bytes()
+
+
+def test_the_frames_of_a_video_are_an_animated_picture(folders: Mapping[str, Path], here: Path) -> None:
+    told = json_of("generate", folders["wan"], *CALL, "--frames", "5", "--out", here / "a.webp")
+    assert told["frames"] == 5
+    with Image.open(here / "a.webp") as drawn:
+        assert (drawn.is_animated, drawn.size) == (True, (64, 64))  # frames that are alike are written as one
+
+
+def test_the_plan_of_all_parts(folders: Mapping[str, Path]) -> None:
+    plan = json_of("generate", folders["z-image"], "--dry-run", "--device", "cpu")
+    assert list(plan["parts"]) == ["transformer", "text_encoder", "vae", "tokenizer", "scheduler"]
+    assert plan["bytes"] == sum(part["bytes"] for part in plan["parts"].values())
+    loaded = slipcast.pipeline(folders["z-image"], device="cpu")
+    models = [part for part in loaded.components.values() if isinstance(part, torch.nn.Module)]
+    buffers = sum(buffer.nbytes for model in models for buffer in model.buffers())
+    assert plan["bytes"] == buffers + sum(weight.nbytes for model in models for weight in model.parameters())
+    assert plan["parts"]["vae"]["found"] == "in the pipeline's folder"
+    shown = output_of("generate", folders["z-image"], "--dry-run", "--device", "cpu")
+    assert "ZImagePipeline of z-image (base)" in shown
+    assert "flux-1-vae" in shown
+
+
+REFUSED = [
+    (("--size", "65x64"), "a width of 65 pixels", "give 64 or 80"),
+    (("--size", "8x64"), "a width of 8 pixels", "give 16 or 32"),
+    (("--frames", "5"), "num_frames for ZImagePipeline, which takes none", "leave it out"),
+    (("--strength", "0.5"), "strength for ZImagePipeline, which takes none", "give a picture to start from"),
+    (("--out", "a.tiff"), "the name ends in .tiff", "another ending"),
+    (("--out", "missing/a.png"), "there is no such folder to write into", "make the folder"),
+    (("--image", "no.png"), "the picture can't be read", "another file"),
+    (("--size", "64"), "'64' is no size; write it as 1024x768", ""),
+    (("--device", "cuda:8.6,12GiB"), "which is not there", ""),
+]
+
+
+@pytest.mark.parametrize(("options", "found", "hint"), REFUSED, ids=[" ".join(row[0]) for row in REFUSED])
+def test_what_is_refused_is_refused_before_anything_is_loaded(
+    folders: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], found: str, hint: str
+) -> None:
+    monkeypatch.setattr(loader, "execute", None)
+    result = run("generate", folders["z-image"], *CALL, *options)
+    assert result.exit_code == 2
+    assert found in result.stderr
+    assert hint in result.stderr
+
+
+def test_a_family_without_such_a_pipeline_refuses_pictures(folders: Mapping[str, Path], here: Path) -> None:
+    Image.new("RGB", (64, 64)).save(here / "black.png")
+    result = run("generate", folders["lumina-2"], *CALL, "--image", here / "black.png")
+    assert result.exit_code == 2
+    assert "a picture to start from, for which diffusers has no pipeline like Lumina2Pipeline" in result.stderr
+
+
+def test_nothing_is_written_over_unless_it_is_said(folders: Mapping[str, Path], here: Path) -> None:
+    (here / "a.png").write_text("mine")
+    result = run("generate", folders["z-image"], *CALL, "--out", here / "a.png")
+    assert result.exit_code == 2
+    assert (here / "a.png").read_text() == "mine"
+    output_of("generate", folders["z-image"], *CALL, "--out", here / "a.png", "--overwrite")
+    assert sorted(path.name for path in here.glob("*.p*")) == ["a.png"]
+
+
+def test_a_prompt_is_wanted(folders: Mapping[str, Path]) -> None:
+    result = run("generate", folders["z-image"])
+    assert (result.exit_code, "Missing option '--prompt'" in result.stderr) == (2, True)
