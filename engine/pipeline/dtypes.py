@@ -31,7 +31,8 @@ def match_dtypes_(models: Mapping[str, nn.Module]) -> dict[str, str]:
         return {}
     for role, model in models.items():
         if hasattr(model, "encode") and hasattr(model, "decode"):
-            model.__class__ = _casting_class(type(model))
+            plain: Any = type(model)
+            model.__class__ = _casting_class(plain)
         else:
             model.register_forward_pre_hook(_Caster(dtypes[role]), with_kwargs=True)
     return {role: str(dtype).removeprefix("torch.") for role, dtype in dtypes.items()}
