@@ -80,3 +80,10 @@ def _enlarged(image: Tensor) -> Image.Image:
     small = Image.frombytes("L", (width, height), bytes(values))
     large = small.resize((_TILE, _TILE), Image.Resampling.BICUBIC)
     return ImageOps.colorize(large, _PAPER, _INK)
+
+
+def to_picture(picture: Tensor) -> Image.Image:
+    """A picture ``[3, height, width]`` in [-1, 1], in its own colours and size."""
+    _, height, width = picture.shape
+    values = ((picture / 2 + 0.5) * 255).round().clamp(0, 255).int().permute(1, 2, 0)
+    return Image.frombytes("RGB", (width, height), bytes(values.flatten().tolist()))

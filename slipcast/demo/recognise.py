@@ -97,5 +97,14 @@ def count_recognised(classifier: SVC, images: Tensor, digits: Sequence[int]) -> 
             expected="one digit for each image",
             hint="give the digits that the images were drawn for",
         )
-    seen = classifier.predict(images.detach().float().cpu().flatten(1).numpy())
-    return sum(int(found) == digit for found, digit in zip(seen, digits, strict=True))
+    return sum(found == digit for found, digit in zip(recognised_digits(classifier, images), digits, strict=True))
+
+
+def recognised_digits(classifier: SVC, images: Tensor) -> tuple[int, ...]:
+    """Which digit each image is taken for.
+
+    Args:
+        classifier: what `train_recogniser` returned.
+        images: ``[n, 1, 16, 16]`` in [-1, 1], any floating dtype and device.
+    """
+    return tuple(int(digit) for digit in classifier.predict(images.detach().float().cpu().flatten(1).numpy()))

@@ -32,7 +32,7 @@ _RANGE = 2.0
 """Of an image's values, from -1 to 1."""
 _ENOUGH = 0.95
 _APART = 1
-_EXTRAS = {"sklearn": "scikit-learn", "PIL": "pillow"}
+_EXTRAS = {"sklearn": "scikit-learn", "PIL": "pillow", "transformers": "transformers"}
 
 
 @dataclass(frozen=True)
