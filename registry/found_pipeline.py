@@ -19,6 +19,8 @@ from slipcast.registry.pipeline_index import PipelineIndex, read_index
 from slipcast.registry.runtime import Sampling
 from slipcast.registry.settings import Settings
 
+_PASSED_OVER = "the pipeline's folder lists it, the family file does not: it is not loaded"
+
 
 @dataclass(frozen=True, slots=True)
 class FoundPipeline:
@@ -88,6 +90,7 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
     needed = dict(family.companions)
     needed |= family.variants[variant].companions if variant is not None else {}
     inside = index is not None and index.folder == path
+    needed |= {match.component: match.family.id for match in identified.matches if _is_second(match, main)}
     denoiser = Companion(
         role=main.component if inside else sampling.denoiser,
         kind="model",
@@ -99,6 +102,8 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
     )
     search = CompanionSearch(path, identified, index, sampling, settings)
     parts, absent = search.find_all(needed)
+    listed = {} if index is None else index.classes
+    passed_over = {role: _PASSED_OVER for role in listed if role not in {denoiser.role, *needed}}
     return FoundPipeline(
         path=path,
         family=family,
@@ -107,8 +112,13 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
         pipeline=pipeline,
         arguments=FrozenMapping(_arguments(sampling, index, around)),
         parts=(denoiser, *parts),
-        absent=FrozenMapping(absent),
+        absent=FrozenMapping({**absent, **passed_over}),
     )
+
+
+def _is_second(match: Match, main: Match) -> bool:
+    """Whether a component of a pipeline's folder is a denoiser beside the first, as of two experts."""
+    return match.component != main.component and match.family.id == main.family.id
 
 
 def _index_around(path: Path) -> PipelineIndex | None:

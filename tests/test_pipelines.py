@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +134,27 @@ def test_a_cancelled_load_ends_in_the_part_that_it_is_in(folders: dict[str, Path
 def test_what_slipcast_did_not_make_has_no_status() -> None:
     with pytest.raises(CompanionError, match="that slipcast did not put together"):
         slipcast.status(object())
+
+
+def test_of_two_experts_in_a_folder_both_are_loaded(tmp_path: Path) -> None:
+    made = PIPELINES["wan"]()
+    second = copy.deepcopy(made.transformer)
+    with torch.no_grad():
+        second.proj_out.weight.mul_(-1)
+    kind = type(made)
+    two = kind(**{**made.components, "transformer_2": second}, boundary_ratio=0.6)
+    two.save_pretrained(tmp_path / "two")
+    ours = slipcast.pipeline(tmp_path / "two", device="cpu", dtype="bfloat16")
+    assert ours.config.boundary_ratio == 0.6
+    assert torch.equal(ours.transformer_2.proj_out.weight, second.proj_out.weight)
+    assert np.array_equal(picture(ours), picture(plain_pipeline(kind, tmp_path / "two")))
+
+
+def test_what_a_folder_has_and_the_family_does_not_name_is_said(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(folders["sd-1"], folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    plan = pipeline_record(slipcast.pipeline(folder, device="cpu")).plan
+    assert "it is not loaded" in plan.absent["safety_checker"]
