@@ -121,6 +121,23 @@ BROKEN = [
         "variants.turbo.sampling.pipeline",
         "'ZImagePipline' hits nothing in diffusers",
     ),
+    ("patterns", "ZImageImg2ImgPipeline", "ZImageImg2Img", "sampling.image_to_image", "'ZImageImg2Img' hits nothing"),
+    ("patterns", "scheduler: {shift: 6.0}", "scheduler: {shft: 6.0}", "sampling.scheduler.shft", "'shft' hits"),
+    (
+        "patterns",
+        "  size_multiple: 16\n",
+        "  size_multiple: 16\n  denoiser: unet\n",
+        "sampling.denoiser",
+        "'unet' hits",
+    ),
+    ("patterns", "  vae: flux-1-vae", "  vea: flux-1-vae", "companions.vea", "'vea' hits nothing in its library"),
+    (
+        "patterns",
+        "Qwen2Tokenizer",
+        "Qwen2Tokeniser",
+        "companions.tokenizer",
+        "'transformers.Qwen2Tokeniser' hits nothing",
+    ),
     ("rules", "keys:\n", "keys:\n  a.b: c.d\n", "keys.a.b", "'a.b: c.d' acts on no tensor"),
     (
         "keep",

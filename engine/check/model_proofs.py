@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from slipcast.engine.accounting import account, model_links
-from slipcast.engine.build import model_class, pipeline_parameters, unknown_arguments
+from slipcast.engine.build import model_class, unknown_arguments
 from slipcast.engine.check.header_proofs import NOTHING_BUILT, why_no_cases, why_nothing_built
 from slipcast.engine.check.proof import Outcome, proved, skipped
+from slipcast.engine.check.sampling_names import sampling_names
 from slipcast.engine.check.subject import Built, Case, Subject, build
 from slipcast.registry.errors import (
     CheckError,
@@ -31,7 +32,6 @@ from slipcast.registry.keymap.matching import RuleTree
 from slipcast.registry.keymap.operations import accepts, joined_shape, native_shape
 from slipcast.registry.keymap.place import ArithmeticHole, LastHole, Place, parse_place
 from slipcast.registry.keymap.rules import Rule
-from slipcast.registry.runtime import Sampling
 from slipcast.registry.strict_yaml import Where
 
 _BOOKKEEPING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "model_type"})
@@ -266,11 +266,11 @@ def prove_patterns(subject: Subject) -> Outcome:
         wanted.append((("runtime", "compile", "blocks", n), text, text in classes))
     for n, text in enumerate(family.runtime.offload.blocks if family.runtime.offload else ()):
         wanted.append((("runtime", "offload", "blocks", n), text, _hits(text, lists, exactly=True)))
-    wanted += _sampling_names(family)
+    wanted += sampling_names(family)
     dead = [(where, text) for where, text, hit in wanted if not hit]
     if dead:
         raise subject.refuted(
-            f"{dead[0][1]!r} hits nothing in {'diffusers' if 'sampling' in dead[0][0] else family.model}",
+            f"{dead[0][1]!r} hits nothing in {_searched(dead[0][0], family)}",
             expected="patterns that hit a module; of compile its class, of offload a list of modules; of sampling a "
             "pipeline of diffusers and an argument of its call",
             hint="correct or remove it",
@@ -280,22 +280,9 @@ def prove_patterns(subject: Subject) -> Outcome:
     return proved(f"{len(wanted)} patterns, each of them hits something")
 
 
-def _sampling_names(family: Family) -> list[tuple[Where, str, bool]]:
-    """The pipelines and arguments that sampling: names, and whether the installed diffusers has them."""
-    if family.sampling is None:
-        return []
-    wanted: list[tuple[Where, str, bool]] = []
-    places: list[tuple[Where, Sampling]] = [(("sampling",), family.sampling)]
-    places += [(("variants", name, "sampling"), variant.sampling) for name, variant in family.variants.items()]
-    for where, sampling in places:
-        pipeline = sampling.pipeline or family.sampling.pipeline
-        parameters = pipeline_parameters(pipeline) if pipeline is not None else None
-        if sampling.pipeline is not None:
-            wanted.append(((*where, "pipeline"), sampling.pipeline, parameters is not None))
-        if sampling.guidance_argument is not None:
-            argument = sampling.guidance_argument
-            wanted.append(((*where, "guidance_argument"), argument, argument in (parameters or ())))
-    return wanted
+def _searched(where: Where, family: Family) -> str:
+    """Where a name was looked for."""
+    return "diffusers" if "sampling" in where else "its library" if "companions" in where else family.model
 
 
 def _hits(text: str, paths: Collection[str], *, exactly: bool = False) -> bool:

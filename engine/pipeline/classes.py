@@ -60,6 +60,11 @@ def own_arguments(kind: type) -> Mapping[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if name != "self"}
 
 
+def part_names(kind: Any) -> frozenset[str]:
+    """What parts a pipeline has, with its arguments that are none."""
+    return frozenset(kind()._component_specs if is_modular(kind) else own_arguments(kind))
+
+
 def _public(name: str, kinds: tuple[type, ...], what: str) -> Any:
     library, _, attribute = name.partition(".")
     if library in _LIBRARIES and attribute.isidentifier() and not attribute.startswith("_"):
@@ -69,5 +74,6 @@ def _public(name: str, kinds: tuple[type, ...], what: str) -> Any:
     raise CompanionError(
         f"the class {name!r}",
         expected=f"{what} of " + " or ".join(_LIBRARIES),
-        hint="install the version of the library that has the class, or name another folder by the setting companions",
+        hint="install the version of the library that has the class, and what it needs, such as torchvision; or name "
+        "another folder by the setting companions",
     )

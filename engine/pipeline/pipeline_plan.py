@@ -13,6 +13,7 @@ from slipcast.engine.devices import resolve_device
 from slipcast.engine.pipeline.classes import (
     is_modular,
     own_arguments,
+    part_names,
     pipeline_class,
     processor_class,
     scheduler_class,
@@ -212,7 +213,7 @@ def _refuse_unknown(kind: type, found: FoundPipeline, arguments: Mapping[str, An
     Raises:
         CompanionError: it names them.
     """
-    known = kind()._component_specs.keys() if is_modular(kind) else own_arguments(kind).keys()
+    known = part_names(kind)
     unknown = [part.role for part in found.parts if part.role not in known]
     lacking = [] if is_modular(kind) else list(_lacking(kind, found, arguments))
     if unknown or lacking:
