@@ -24,7 +24,6 @@ from slipcast.engine.convert import convert
 from slipcast.registry.catalogue import load_catalogue, load_family_file
 from slipcast.registry.claims import Layout
 from slipcast.registry.errors import CheckError, FamilyFileError, SettingsError
-from slipcast.registry.family import Family
 from slipcast.registry.family_file import build_family, read_family_file
 from slipcast.registry.identify import Match
 
@@ -373,8 +372,8 @@ def test_values_that_come_back_elsewhere(records: Records, monkeypatch: pytest.M
 def test_a_loaded_model_that_is_another(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the engine, not of a file."""
 
-    def another(family: Family, match: Match, tensors: dict[str, torch.Tensor]) -> nn.Module:
-        return reference_model(family, match, {name: tensor * 1.01 for name, tensor in tensors.items()})
+    def another(match: Match, tensors: dict[str, torch.Tensor]) -> nn.Module:
+        return reference_model(match, {name: tensor * 1.01 for name, tensor in tensors.items()})
 
     monkeypatch.setattr(forward_proofs, "reference_model", another)
     result = _prove("forward", FILE, records)
