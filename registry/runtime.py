@@ -82,6 +82,9 @@ class Runtime(_Section):
     encode_bytes_per_pixel: float | None = Field(default=None, ge=0)
     """Of a VAE: measured peak of activations in bytes for each pixel that it encodes at a time."""
 
+    frames_at_once: int | None = Field(default=None, ge=1)
+    """Of a VAE: frames of a video that it works on at a time; left out of one that takes all of them."""
+
 
 class Sampling(_Section):
     """What pictures are sampled with; of a variant what differs from its family."""

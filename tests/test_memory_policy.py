@@ -34,7 +34,8 @@ def test_what_is_decided_fits_and_what_is_refused_does_not(
         decision = decide_memory(found, parts, mode, ways)
     except DeviceError:
         tiers = ("resident",) if found.unified else {"low": TIERS[-1:], "balanced": TIERS[2:]}.get(mode, TIERS)
-        assert all(peak_of(tier, parts, way) > max(0, found.free - found.reserve) for tier in tiers for way in ways or (None,))
+        peaks = [peak_of(tier, parts, way) for tier in tiers for way in ways or (None,)]
+        assert min(peaks) > max(0, found.free - found.reserve)
         return
     assert decision.peak_bytes == peak_of(decision.tier, parts, decision.vae) <= max(0, found.free - found.reserve)
     assert decision.decision.requested == mode
@@ -55,7 +56,7 @@ def test_everything_stays_on_the_device_wherever_it_fits(
 
 
 @given(PARTS, WAYS)
-def test_each_streaming_tier_takes_no_more_than_the_one_before(parts: tuple[Part, ...], ways: tuple[VaeWay, ...]) -> None:
+def test_each_streaming_tier_takes_no_more_than_the_last(parts: tuple[Part, ...], ways: tuple[VaeWay, ...]) -> None:
     for way in (*ways, None):
         peaks = [peak_of(tier, parts, way) for tier in ("resident", "streamed", "streamed_encoders", "whole_modules")]
         assert peaks == sorted(peaks, reverse=True)
@@ -73,13 +74,20 @@ def test_memory_that_is_shared_with_the_host_is_never_moved(parts: tuple[Part, .
         assert set(decision.placements.values()) == {"resident"}
 
 
+def refused(found: Snapshot, parts: tuple[Part, ...], mode: Mode, ways: tuple[VaeWay, ...]) -> DeviceError | None:
+    try:
+        decide_memory(found, parts, mode, ways)
+    except DeviceError as refusal:
+        return refusal
+    return None
+
+
 @given(SNAPSHOTS, PARTS, st.sampled_from(MODES), WAYS)
 def test_a_refusal_has_both_numbers_and_its_hint_makes_it_fit(
     found: Snapshot, parts: tuple[Part, ...], mode: Mode, ways: tuple[VaeWay, ...]
 ) -> None:
-    try:
-        decide_memory(found, parts, mode, ways)
-    except DeviceError as refusal:
+    refusal = refused(found, parts, mode, ways)
+    if refusal is not None:
         assert re.search(r"needs [\d,]+ MiB", refusal.found)
         assert f"at most {found.budget / 2**20:,.0f} MiB" in refusal.expected
         assert [item.partition(":")[0] for item in refusal.items] == [part.role for part in parts]

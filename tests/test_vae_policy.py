@@ -26,7 +26,8 @@ def test_settings_are_followed_and_what_changes_least_comes_first(
     if slicing != "auto":
         assert {way.slicing for way in ways} == {slicing == "on"}
     if tiling == slicing == "auto":
-        assert not ways[0].tiling and not ways[0].slicing
+        assert not ways[0].tiling
+        assert not ways[0].slicing
         assert [way.tiling for way in ways] == sorted(way.tiling for way in ways)
 
 

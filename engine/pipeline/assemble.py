@@ -21,8 +21,10 @@ from slipcast.engine.pipeline.classes import (
 from slipcast.engine.pipeline.dtypes import match_dtypes_
 from slipcast.engine.pipeline.inside import put_inside
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, PlannedPart
+from slipcast.engine.pipeline.policies import Policies, apply_policies_
 from slipcast.engine.plan import Decision
 from slipcast.engine.planned_load import load_planned
+from slipcast.engine.policy.apply import Applied
 from slipcast.engine.report import Report
 from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError, SlipcastError
@@ -31,7 +33,7 @@ logger = logging.getLogger("slipcast")
 _RECORD = "_slipcast_record"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PipelineRecord:
     """What is known of a pipeline that was put together here.
 
@@ -39,11 +41,15 @@ class PipelineRecord:
         plan: what it was made by.
         reports: role -> report of each model that slipcast loaded.
         status: setting -> what became of it; whoever engages one writes it here.
+        policies: the plan's, or those of the size that was drawn last.
+        applied: what was done to it as a whole.
     """
 
     plan: PipelinePlan
     reports: Mapping[str, Report]
     status: dict[str, Decision]
+    policies: Policies
+    applied: Applied
 
 
 def assemble(
@@ -57,7 +63,7 @@ def assemble(
         cancelled: asked as they are read; once it says True this ends with ``LoadCancelled`` and leaves nothing.
 
     Returns:
-        A pipeline of the class that the plan names, with every model in eval mode on the plan's device.
+        A pipeline of the class that the plan names, with every model in eval mode, where the plan places it.
 
     Raises:
         CompanionError: a tokenizer, scheduler or model can't be made of its folder.
@@ -77,7 +83,8 @@ def assemble(
     if cast:
         logger.info("inputs are cast: %s", ", ".join(f"{role} computes in {dtype}" for role, dtype in cast.items()))
     pipe = _build(pipeline_class(plan.pipeline), parts, plan.arguments)
-    setattr(pipe, _RECORD, PipelineRecord(plan, reports, dict(plan.settings)))
+    applied = apply_policies_(pipe, plan)
+    setattr(pipe, _RECORD, PipelineRecord(plan, reports, dict(plan.settings), plan.policies, applied))
     logger.info("%s of %s, %s bytes on %s", plan.pipeline, ", ".join(parts), f"{plan.nbytes:,}", plan.device)
     return pipe
 
@@ -134,7 +141,8 @@ def _from_library(part: PlannedPart, plan: PipelinePlan) -> Any:
         dtype = getattr(torch, plan.compute_dtype)
         kind: Any = model_class(companion.class_name)
         options = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
-        return kind.from_pretrained(str(companion.path), **options).to(plan.device).eval()
+        staying = plan.policies.memory.placements[companion.role] == "resident"
+        return kind.from_pretrained(str(companion.path), **options).to(plan.device if staying else "cpu").eval()
     except SlipcastError:
         raise
     except Exception as error:  # whatever the library finds wrong with the folder

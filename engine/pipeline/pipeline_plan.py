@@ -20,8 +20,11 @@ from slipcast.engine.pipeline.classes import (
 )
 from slipcast.engine.pipeline.inside import bytes_around
 from slipcast.engine.pipeline.part_settings import companion_settings, denoiser_settings
+from slipcast.engine.pipeline.policies import Policies, decide_policies
 from slipcast.engine.plan import Decision, Plan
 from slipcast.engine.planner import make_plan
+from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.policy.snapshot import Snapshot, take_snapshot
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError
@@ -101,6 +104,7 @@ class PipelinePlan:
         settings: what becomes of each setting that bears on the pipeline.
         device: torch's name of the device that it computes on.
         compute_dtype: torch's name of the dtype that the denoiser computes in.
+        policies: where its models lie, how its VAE runs, and what is done for speed.
     """
 
     found: FoundPipeline
@@ -111,6 +115,7 @@ class PipelinePlan:
     settings: Mapping[str, Decision]
     device: str
     compute_dtype: str
+    policies: Policies
 
     @property
     def denoiser(self) -> PlannedPart:
@@ -136,17 +141,24 @@ class PipelinePlan:
             "device": self.device,
             "compute_dtype": self.compute_dtype,
             "bytes": self.nbytes,
+            "placements": dict(self.policies.memory.placements),
+            "device_peak": self.policies.memory.peak_bytes,
         }
 
 
-def make_pipeline_plan(path: str | Path, settings: Settings) -> PipelinePlan:
+def make_pipeline_plan(
+    path: str | Path, settings: Settings, size: ImageSize | None = None, snapshot: Snapshot | None = None
+) -> PipelinePlan:
     """Plan a pipeline: find its parts, and plan the load of each.
 
     Args:
         path: a denoiser's file or folder, a file of several models, or a pipeline's folder.
         settings: those of the denoiser; other models compute in its dtype and stay as quantised as their files.
+        size: what is to be drawn: one picture of 1024 x 1024 where it is None.
+        snapshot: the device's memory; None: as it is now.
 
     Raises:
+        DeviceError: it does not fit the device.
         CompanionError: parts are missing, or not what the pipeline needs.
         SlipcastError: whatever finding and planning each part raises.
     """
@@ -159,16 +171,25 @@ def make_pipeline_plan(path: str | Path, settings: Settings) -> PipelinePlan:
         parts[part.role] = _plan_part(part, settings, denoiser)
     arguments = _arguments(kind, found)
     _refuse_unknown(kind, found, arguments)
+    device = resolve_device(settings.device)[0]
+    snapshot = snapshot or take_snapshot(device, settings.device_reserve_mib)
+    placed, policies = decide_policies(parts, found.sampling, settings, size or ImageSize(), snapshot)
     return PipelinePlan(
         found=found,
         pipeline=found.pipeline,
         arguments=FrozenMapping(arguments),
-        parts=FrozenMapping(parts),
+        parts=FrozenMapping(placed),
         absent=found.absent,
-        settings=FrozenMapping({name: denoiser.settings[name] for name in _SETTINGS}),
-        device=resolve_device(settings.device)[0].name,
+        settings=FrozenMapping({**_settings_of(placed[first.role]), **policies.decisions}),
+        device=device.name,
         compute_dtype=denoiser.compute_dtype,
+        policies=policies,
     )
+
+
+def _settings_of(denoiser: PlannedPart) -> dict[str, Decision]:
+    assert denoiser.plan is not None
+    return {name: denoiser.plan.settings[name] for name in _SETTINGS}
 
 
 def _plan_part(part: Companion, settings: Settings, denoiser: Plan) -> PlannedPart:

@@ -81,7 +81,11 @@ class MemoryDecision:
 
 
 def decide_memory(
-    snapshot: Snapshot, parts: Sequence[Part], mode: Mode = "auto", vae_ways: Sequence[VaeWay] = ()
+    snapshot: Snapshot,
+    parts: Sequence[Part],
+    mode: Mode = "auto",
+    vae_ways: Sequence[VaeWay] = (),
+    placed: Tier | None = None,
 ) -> MemoryDecision:
     """Choose where the parts of a pipeline lie, and how its VAE runs.
 
@@ -94,11 +98,12 @@ def decide_memory(
         parts: the models of the pipeline.
         mode: the setting ``memory``.
         vae_ways: how the VAE can run, the one that changes least first.
+        placed: where the parts lie already; only how the VAE runs is open then.
 
     Raises:
         DeviceError: nothing fits. Nothing was moved or allocated for it.
     """
-    tiers = _tiers(snapshot, mode)
+    tiers = _tiers(snapshot, mode) if placed is None else (placed,)
     for tier in tiers:
         for way in vae_ways or (None,):
             peak = peak_of(tier, parts, way)
@@ -107,12 +112,10 @@ def decide_memory(
                 reason = _reason(snapshot, tier, peaks, tiers) + _not_measured(parts)
                 decision = Decision(requested=mode, engaged=tier, reason=reason)
                 return MemoryDecision(tier, dict(_placements(tier, parts)), way, peak, peaks, decision)
-    raise _too_large(snapshot, parts, mode, vae_ways)
+    raise _too_large(snapshot, parts, mode, vae_ways, tiers)
 
 
-def first_fitting(
-    snapshot: Snapshot, parts: Sequence[Part], tier: Tier, vae_ways: Sequence[VaeWay]
-) -> VaeWay | None:
+def first_fitting(snapshot: Snapshot, parts: Sequence[Part], tier: Tier, vae_ways: Sequence[VaeWay]) -> VaeWay | None:
     """The first way to run the VAE that fits beside parts that are placed already; None where none does."""
     return next((way for way in vae_ways if peak_of(tier, parts, way) <= snapshot.budget), None)
 
@@ -170,14 +173,16 @@ def _not_measured(parts: Sequence[Part]) -> str:
     return f"; the activations of {names} are not measured, and put high" if names else ""
 
 
-def _too_large(snapshot: Snapshot, parts: Sequence[Part], mode: Mode, vae_ways: Sequence[VaeWay]) -> DeviceError:
+def _too_large(
+    snapshot: Snapshot, parts: Sequence[Part], mode: Mode, vae_ways: Sequence[VaeWay], tiers: Sequence[Tier]
+) -> DeviceError:
     """The refusal, with the setting that would make it fit."""
-    tiers = _tiers(snapshot, mode)
     needed, tier = _least(tiers, parts, vae_ways)
     anywhere, other = _least(_tiers(snapshot, "auto"), parts, vae_ways)
     share = max(_share(snapshot.budget, each, parts, way) for each in tiers for way in vae_ways or (None,))
     if anywhere <= snapshot.budget:
-        hint = f"set memory=auto: {_SAYS[other]}, which takes {_mib(anywhere)}"
+        again = "" if mode != "auto" else "load the pipeline again with "
+        hint = f"{again or 'set '}memory=auto: {_SAYS[other]}, which takes {_mib(anywhere)}"
     elif percent := int(100 * share):
         hint = f"ask for {percent} % of the pixels, over all pictures drawn at a time: the weights fit"
     else:

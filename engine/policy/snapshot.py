@@ -74,10 +74,10 @@ def _memory(device: Device) -> tuple[int, int, bool]:
         total = int(torch.mps.recommended_max_memory())
         return total - int(torch.mps.driver_allocated_memory()), total, True
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _available() or total, total, True
+    return host_free() or total, total, True
 
 
-def _available() -> int | None:
+def host_free() -> int | None:
     """Memory that the host could give without swapping, in bytes (Linux: MemAvailable); None where it does not say."""
     try:
         text = _MEMINFO.read_text()

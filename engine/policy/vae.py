@@ -11,7 +11,7 @@ from slipcast.engine.policy.sizes import ImageSize
 Choice = Literal["auto", "on", "off"]
 
 _RESULT_BYTES = 4 * 3 * 4
-"""For each pixel of all pictures while tiles or slices are put together: three channels in float32, of the whole, of the
+"""For each pixel of all pictures while tiles or slices are joined: three channels in float32, of the whole, of the
 rows that make it, and nearly twice of the tiles, as they overlap."""
 
 

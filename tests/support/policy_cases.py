@@ -31,7 +31,9 @@ def part_of(kind: str, role: str | None = None) -> st.SearchStrategy[Part]:
     return st.builds(made, st.integers(0, GIB), st.lists(block, max_size=40), st.integers(0, 4 * GIB))
 
 
-PARTS = st.tuples(part_of("denoiser"), part_of("text_encoder"), part_of("text_encoder", "text_encoder_2"), part_of("vae"))
+PARTS = st.tuples(
+    part_of("denoiser"), part_of("text_encoder"), part_of("text_encoder", "text_encoder_2"), part_of("vae")
+)
 WAYS = st.lists(
     st.builds(VaeWay, tiling=st.booleans(), slicing=st.booleans(), activation_bytes=st.integers(0, 8 * GIB)), max_size=4
 ).map(lambda ways: tuple(sorted(ways, key=lambda way: -way.activation_bytes)))

@@ -1,0 +1,86 @@
+"""What the memory policy needs to know of a model: bytes of its weights, of the blocks that stream, of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from slipcast.engine.build import build_on_meta
+from slipcast.engine.plan import Plan, Stored, Target
+from slipcast.engine.policy.activations import denoiser_bytes, encoder_bytes
+from slipcast.engine.policy.memory import Part
+from slipcast.engine.policy.sizes import ImageSize
+from slipcast.registry.runtime import Runtime, Sampling
+
+STREAMED_LAYERS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+    nn.Embedding,
+)
+"""The layers that diffusers moves one by one with ``leaf_level``."""
+
+
+def part_of_plan(role: str, plan: Plan, runtime: Runtime, sampling: Sampling, size: ImageSize) -> Part:
+    """A denoiser, text encoder or other model that slipcast loads.
+
+    Args:
+        role: the pipeline's name of it.
+        plan: of its load.
+        runtime: its family's facts.
+        sampling: the denoiser's family's facts.
+        size: what is drawn.
+    """
+    sizes = stored_bytes(plan)
+    if role in (sampling.denoiser, f"{sampling.denoiser}_2"):
+        names = blocks_of(build_on_meta(plan.origin.model, plan.origin.config)) if runtime.offload is not None else ()
+        activations, measured = denoiser_bytes(plan, runtime, sampling, size)
+        return Part(role, "denoiser", sum(sizes.values()), _grouped(sizes, names), activations, measured)
+    if role.startswith("text_encoder"):
+        names = layers_of(build_on_meta(plan.origin.model, plan.origin.config))
+        activations, measured = encoder_bytes(plan, runtime, size)
+        return Part(role, "text_encoder", sum(sizes.values()), _grouped(sizes, names), activations, measured)
+    return Part(role, "vae" if role == "vae" else "other", sum(sizes.values()))
+
+
+def blocks_of(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the blocks that diffusers moves one by one with ``block_level`` and one block in a group."""
+    lists = (
+        (name, child) for name, child in model.named_children() if isinstance(child, nn.ModuleList | nn.Sequential)
+    )
+    return tuple(f"{name}.{index}" for name, child in lists for index in range(len(child)))
+
+
+def layers_of(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the layers that diffusers moves one by one with ``leaf_level``."""
+    return tuple(name for name, module in model.named_modules() if isinstance(module, STREAMED_LAYERS))
+
+
+def stored_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes of each tensor of the loaded model that takes memory of its own; a view of the mapped file takes none."""
+    return {stored.name: stored.nbytes for target in plan.targets for stored in _own(target)}
+
+
+def _own(target: Target) -> tuple[Stored, ...]:
+    return target.stored[1:] if target.mapped else target.stored
+
+
+def _grouped(sizes: dict[str, int], paths: Iterable[str]) -> tuple[int, ...]:
+    """Bytes under each path that has any."""
+    found = dict.fromkeys(paths, 0)
+    for name, nbytes in sizes.items():
+        owner = next((path for path in _parents(name) if path in found), None)
+        if owner is not None:
+            found[owner] += nbytes
+    return tuple(nbytes for nbytes in found.values() if nbytes)
+
+
+def _parents(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
