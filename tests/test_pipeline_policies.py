@@ -86,7 +86,7 @@ def test_a_made_up_device_gets_the_tier_that_its_memory_allows(folders: dict[str
 
 
 def test_a_refused_pipeline_reads_no_weight(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipcast.engine.pipeline.assemble.execute", None)
+    monkeypatch.setattr("slipcast.engine.pipeline.assemble.load_planned", None)
     with pytest.raises(DeviceError) as refusal:
         slipcast.pipeline(folders["z-image"], device="cpu", memory="low", device_reserve_mib=1 << 30)
     assert "MiB are free" in refusal.value.expected

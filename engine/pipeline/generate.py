@@ -13,6 +13,8 @@ import torch
 from slipcast.engine.pipeline.assemble import pipeline_record, same_parts
 from slipcast.engine.pipeline.classes import is_modular, pipeline_class
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
+from slipcast.engine.pipeline.policies import refit_
+from slipcast.engine.policy.sizes import ImageSize
 from slipcast.registry.errors import SettingsError
 from slipcast.registry.runtime import Sampling
 
@@ -81,11 +83,13 @@ def generate(pipe: Any, request: GenerationRequest, progress: StepProgress | Non
     Raises:
         SettingsError: the pipeline can't do what is asked.
         CompanionError: slipcast did not make the pipeline.
+        DeviceError: the size does not fit the device. Nothing was allocated for it.
     """
     sampling = pipeline_record(pipe).plan.found.sampling
     if request.image is not None:
         pipe = image_pipeline(pipe)
     shown = call_arguments(type(pipe), request, sampling)
+    refit_(pipe, drawn_size(pipe, shown), encodes=request.image is not None)
     arguments = {**shown, "prompt": request.prompt, "generator": torch.Generator("cpu").manual_seed(request.seed)}
     if request.image is not None:
         arguments["image"] = _fitted(request.image, request, sampling)
@@ -103,6 +107,20 @@ def generate(pipe: Any, request: GenerationRequest, progress: StepProgress | Non
         found = getattr(pipe(**arguments, output_type="pil"), frames)
     images = tuple(found[0] if frames == "frames" else found)
     return Generated(images, frames == "frames", type(pipe).__name__, shown, time.perf_counter() - began)
+
+
+def drawn_size(pipe: Any, arguments: Mapping[str, Any]) -> ImageSize:
+    """What a call draws: by its arguments, else by what the pipeline takes for them."""
+    own = {} if is_modular(type(pipe)) else inspect.signature(pipe.__call__).parameters
+    side = getattr(pipe, "default_sample_size", None)
+    side = side * getattr(pipe, "vae_scale_factor", 1) if isinstance(side, int) else None
+
+    def given(name: str, otherwise: int | None) -> int | None:
+        value = arguments.get(name)
+        default = own[name].default if value is None and name in own else value
+        return default if isinstance(default, int) else otherwise
+
+    return ImageSize.of(given("width", side), given("height", side), given("num_frames", None))
 
 
 def check_request(plan: PipelinePlan, request: GenerationRequest) -> None:

@@ -24,8 +24,8 @@ def denoiser_settings(settings: Settings, part: Companion) -> Settings:
 def companion_settings(settings: Settings, part: Companion, denoiser: Plan) -> Settings:
     """The settings of any other model: it computes as the denoiser does, and stays as quantised as its file has it.
 
-    Of a text encoder the setting ``text_encoder`` says otherwise. A pipeline hands tensors from one part to the next, so
-    that one dtype serves them all. As it runs once for a picture, it is not compiled.
+    Of a text encoder the setting ``text_encoder`` says otherwise. A pipeline hands tensors from one part to the next,
+    so that one dtype serves them all. As it runs once for a picture, it is not compiled.
 
     Args:
         settings: those of the call.

@@ -74,7 +74,7 @@ def _stream_(role: str, model: nn.Module, device: torch.device, *, by_blocks: bo
     Without ``record_stream``: with it the host runs ahead of the device, and where blocks compute for longer than they
     are copied, nearly all of them are on the device at once. Waiting for each block bounds that to two.
     """
-    from diffusers.hooks import apply_group_offloading
+    from diffusers.hooks.group_offloading import apply_group_offloading
 
     stream = device.type in _STREAMS
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -55,8 +55,9 @@ def _set_tf32() -> Callable[[], None]:
 
     By the older names, which set the newer too: torch refuses to read the older where only the newer were set.
     """
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
-    newer: Any = (products, convolutions.conv, convolutions.rnn)
+    products: Any = torch.backends.cuda.matmul
+    convolutions: Any = torch.backends.cudnn
+    newer = (products, convolutions.conv, convolutions.rnn)
     before = tuple(each.fp32_precision for each in newer)
     products.allow_tf32 = convolutions.allow_tf32 = True
 

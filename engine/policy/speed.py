@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from slipcast.engine.build import build_on_meta
 from slipcast.engine.devices import Device
 from slipcast.engine.plan import Decision, Plan
@@ -69,7 +71,7 @@ def decide_speed(
         _note(
             compiled, "compiled blocks", "blocks are compiled on a GPU" if device.kind == "cpu" else reason, done, why
         )
-    tf32, fuse = False, ()
+    tf32, fuse = False, tuple[str, ...]()
     if mode == "max":
         tf32 = device.backend == "cuda" and device.capability is not None and device.capability >= _TF32_CAPABILITY
         _note(tf32, "TF32", f"{device.label} has no TF32", done, why)
@@ -112,14 +114,12 @@ def fused_bytes(plan: Plan) -> int:
         return 0
     before = {name for name, _ in model.named_parameters()}
     fuse()
-    item_size: int = model_item_size(plan)
+    item_size = _item_size(plan)
     return sum(tensor.numel() for name, tensor in model.named_parameters() if name not in before) * item_size
 
 
-def model_item_size(plan: Plan) -> int:
+def _item_size(plan: Plan) -> int:
     """Bytes of an element in the compute dtype."""
-    import torch
-
     size: int = getattr(torch, plan.compute_dtype).itemsize
     return size
 

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+HOOK = "_hf_hook"
+"""Where diffusers looks for what brings a model to its device."""
+
 
 class Turns:
     """Models of which one at a time is on the device."""
@@ -36,7 +39,7 @@ class Visitor:
             model.register_forward_pre_hook(self._before),
             model.register_forward_hook(self._after, always_call=True),
         )
-        model._hf_hook = self
+        setattr(model, HOOK, self)
 
     @contextmanager
     def visit(self, model: nn.Module) -> Iterator[None]:

@@ -89,7 +89,7 @@ def command(
     """
     settings = api.resolve(path, call_settings(assignments, device))
     if dry_run:
-        _show_plan(path, settings, as_json)
+        _show_plan(path, settings, size, asked["frames"], as_json)
         return
     if prompt is None:
         raise click.UsageError("Missing option '--prompt'.")
@@ -123,9 +123,10 @@ def _draw(path: Path, settings: Settings, request: GenerationRequest) -> tuple[A
     from slipcast.engine.pipeline.assemble import assemble
     from slipcast.engine.pipeline.generate import check_request, generate
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
+    from slipcast.engine.policy.sizes import ImageSize
 
     refuse_described(settings.device)
-    plan = make_pipeline_plan(path, settings)
+    plan = make_pipeline_plan(path, settings, ImageSize.of(request.width, request.height, request.frames))
     check_request(plan, request)
     with progress_bar("loading") as progress:
         pipe = assemble(plan, progress=progress)
@@ -209,10 +210,12 @@ def _write(facts: dict[str, Any]) -> None:
     )
 
 
-def _show_plan(path: Path, settings: Settings, as_json: bool) -> None:
+def _show_plan(path: Path, settings: Settings, size: tuple[int, int] | None, frames: int | None, as_json: bool) -> None:
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
+    from slipcast.engine.policy.sizes import ImageSize
 
-    plan = make_pipeline_plan(path, settings)
+    width, height = size or (None, None)
+    plan = make_pipeline_plan(path, settings, ImageSize.of(width, height, frames))
     if as_json:
         write_json(plan.to_json())
     else:
