@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -91,13 +91,14 @@ def add_options(parser: Any) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Write the files, run everybody in turn, then sweep."""
-    with _files(options.folder, options.blocks) as files:
+    with _files(options.folder, options.blocks, {CONTENDERS[name][0] for name in options.loads}) as files:
         for path in files.values():
             read_through(path)
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.loads if _can_run(name, options)}
         for _ in range(options.repeats):
             for name, done in runs.items():
                 done.append(_in_process(name, files, options, "run"))
+                print(f"{name}: {done[-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
         sweeps = {reader: _in_process(reader, files, options, "sweep") for reader in options.sweep}
         profiled = [name for name in ("slabs", "prefetch") if options.profile and name in runs]
         return {
@@ -129,14 +130,15 @@ def _in_process(name: str, files: Mapping[str, Path], options: argparse.Namespac
 
 
 @contextmanager
-def _files(folder: Path | None, blocks: int | None) -> Iterator[dict[str, Path]]:
+def _files(folder: Path | None, blocks: int | None, wanted: Collection[str]) -> Iterator[dict[str, Path]]:
     sys.path.insert(0, str(ROOT / "tests"))
     from support.recorded import recorded, write_checkpoint
 
     with tempfile.TemporaryDirectory(dir=folder) as made:
-        files = {"bf16": Path(made) / f"{HEADER}.safetensors", "fp8": Path(made) / f"{_CODES_HEADER}.safetensors"}
-        for name, header in (("bf16", HEADER), ("fp8", _CODES_HEADER)):
-            _fill(write_checkpoint(recorded(header), files[name], fill="zero", blocks=blocks))
+        headers = {"bf16": HEADER, "fp8": _CODES_HEADER}
+        files = {name: Path(made) / f"{headers[name]}.safetensors" for name in headers if name in wanted}
+        for name, path in files.items():
+            _fill(write_checkpoint(recorded(headers[name]), path, fill="zero", blocks=blocks))
         yield files
 
 

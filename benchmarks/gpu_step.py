@@ -47,7 +47,7 @@ class Contender:
     Attributes:
         weights: ``bf16``, ``layerwise``, ``storage`` or ``compute``.
         compiled: whether the blocks are.
-        kernels: whether compiled code calls the fused kernels, or has the compiler make its own.
+        kernels: whether compiled code quantises by the fused kernel, or by what the compiler makes.
     """
 
     weights: str
@@ -62,7 +62,6 @@ CONTENDERS = {
     "fp8 compute": Contender("compute"),
     "bf16, compiled": Contender("bf16", compiled=True),
     "fp8 storage, compiled": Contender("storage", compiled=True),
-    "fp8 storage, compiled, kernels": Contender("storage", compiled=True, kernels=True),
     "fp8 compute, compiled": Contender("compute", compiled=True),
     "fp8 compute, compiled, kernels": Contender("compute", compiled=True, kernels=True),
 }

@@ -2,8 +2,8 @@
 
     y = (codes_x @ codes_w.T) * scale_x * scale_w + bias
 
-The product accumulates in float32 (see ``_multiply`` for Hopper), the scales are applied to the sum, and the result is rounded once to the dtype asked
-for; the bias is added after that. Codes are float8_e4m3fn.
+The product accumulates in float32 (see ``_multiply`` for Hopper), the scales are applied to the sum, and the result is
+rounded once to the dtype asked for; the bias is added after that. Codes are float8_e4m3fn.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from slipcast.engine.kernels import plain, plain_nvfp4
 from slipcast.engine.kernels.targets import reads_float8, runs_kernels
 
 kernels_in_compiled_code = False
-"""Whether compiled code calls the kernels too. A compiler can join the plain version with what stands before it."""
+"""Whether compiled code quantises by the kernel too. A compiler can join the plain version with what stands before it;
+before a weight that is dequantised nothing stands."""
 
 _VALUES = (torch.float16, torch.bfloat16, torch.float32)
 _CODES = (plain.FLOAT8, torch.int8)
@@ -36,7 +37,7 @@ def quantise_rows(rows: Tensor, input_scale: Tensor | None = None) -> tuple[Tens
         float8 ``[M, K]``, and the scale in float32: ``[]`` if static, else ``[M, 1]``. Rows of zeros stay zeros. Rows
         with values that are not finite give rows without a finite value, but a static scale clamps infinities too.
     """
-    fused = _fused(rows) and rows.dtype in _VALUES
+    fused = _fused(rows, joins=True) and rows.dtype in _VALUES
     if input_scale is not None:
         quantise_under = torch.ops.slipcast.quantise_under.default if fused else plain.quantise_under
         return quantise_under(rows, input_scale), input_scale
@@ -85,11 +86,18 @@ def _of_rows(scale: Tensor) -> bool:
     return scale.ndim >= 2 and scale.numel() == scale.shape[0]
 
 
-def _fused(tensor: Tensor) -> bool:
-    """Whether a kernel takes it. In compiled code always where the compiler can't read float8 itself."""
+def _fused(tensor: Tensor, joins: bool = False) -> bool:
+    """Whether a kernel takes it.
+
+    Args:
+        tensor: what it reads.
+        joins: whether a compiler joins the plain version with what stands before it, which is then as fast; one that
+            can't read float8 itself does not.
+    """
     if not runs_kernels(tensor.device):
         return False
-    return not torch.compiler.is_compiling() or kernels_in_compiled_code or not reads_float8(tensor.device)
+    left_to_compiler = joins and torch.compiler.is_compiling() and reads_float8(tensor.device)
+    return kernels_in_compiled_code or not left_to_compiler
 
 
 def _quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
