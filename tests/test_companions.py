@@ -16,7 +16,7 @@ from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError, IdentificationError
 from slipcast.registry.found_pipeline import find_companions, find_pipeline
 from slipcast.registry.settings import resolve_settings
-from support.tiny_pipelines import write_pipeline, write_single
+from support.tiny_pipelines import VOCABULARY, model_of, write_pipeline, write_single
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +220,41 @@ def test_a_component_without_a_family_is_read_by_its_own_library(tmp_path: Path)
     with pytest.raises(slipcast.SlipcastError, match="pickle"):
         slipcast.pipeline(folder, device="cpu")
     save_file(tensors, file)
+
+
+def test_of_a_class_alone_no_file_is_taken_that_merely_lies_there(published: Path, tmp_path: Path) -> None:
+    folder = write_pipeline("cogview-4", tmp_path / "pipeline")
+    file = write_single(folder, tmp_path / "cogview.safetensors")
+    shutil.copy(weights(published, "vae"), tmp_path / "other.safetensors")
+    assert missing(file).roles == ("text_encoder", "vae", "tokenizer")
+
+
+def test_a_variant_that_tensors_show_to_be_another_is_refused(single: Path, published: Path, tmp_path: Path) -> None:
+    encoder = model_of("qwen3", vocab_size=VOCABULARY, hidden_size=1024, num_hidden_layers=1)
+    encoder.save_pretrained(tmp_path / "small")
+    (file,) = (tmp_path / "small").glob("*.safetensors")
+    error = missing(single, folder=str(published), text_encoder=str(file))
+    assert (error.found, error.expected[:8]) == ("as the text_encoder: Qwen3 0.6b", "Qwen3 4b")
+
+
+def test_the_variant_that_the_pipeline_needs_is_taken_where_no_tensor_shows_one(tmp_path: Path) -> None:
+    folder = write_pipeline("sdxl", tmp_path / "pipeline")
+    vae = tmp_path / "vae.safetensors"
+    slipcast.convert(folder / "vae", vae, layout="native")
+    part = found(write_single(folder, tmp_path / "unet.safetensors"), folder=str(folder), vae=str(vae))["vae"]
+    assert part.match is not None
+    assert (part.match.variant, part.match.config["scaling_factor"]) == ("sdxl", 0.13025)
+    assert slipcast.inspect(vae).main.variant == "sd"
+
+
+def test_companions_compute_in_the_denoisers_dtype(tmp_path: Path) -> None:
+    folder = write_pipeline("sd-1", tmp_path / "pipeline")
+    (file,) = (folder / "unet").glob("*.safetensors")
+    save_file({name: tensor.half() for name, tensor in load_file(file).items()}, file)
+    plan = make_pipeline_plan(folder, resolve_settings({"device": "cpu", "dtype": "float16"}).values)
+    assert plan.compute_dtype == "float16"
+    encoder = plan.parts["text_encoder"].plan
+    assert encoder is not None
+    assert (encoder.compute_dtype, encoder.request.dtype) == ("float16", "float16")
+    plan = make_pipeline_plan(folder, resolve_settings({"device": "cpu"}).values)
+    assert {part.plan.request.dtype for part in plan.parts.values() if part.plan} == {"auto", plan.compute_dtype}
