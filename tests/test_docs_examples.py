@@ -37,8 +37,8 @@ NOT_RUN_HERE = {
 WALK = "adding-a-family.md"
 """Its commands run one after another, on another checkpoint, in a test of their own."""
 
-NEEDS_A_PIPELINE = "slipcast generate"
-"""What needs text encoders and a VAE besides: test_cli_generate.py."""
+NEEDS_A_PIPELINE = ("slipcast generate", "slipcast bench")
+"""What needs text encoders and a VAE besides: test_cli_generate.py, test_cli_bench.py."""
 
 SHOWN = {line for name in DOCUMENTS if name != WALK for line in command_lines(name)}
 LINES = sorted(line for line in SHOWN - NOT_RUN_HERE.keys() if not line.startswith(NEEDS_A_PIPELINE))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+from slipcast.demo.prompted import PIPELINE
 from support.command_line import json_of
 from support.isolation import isolate
 from support.tiny_pipelines import write_pipeline
@@ -130,6 +131,16 @@ def test_generate(folder):
     said = set(re.findall(r"`(\w+)`", SECTIONS["generate"].split("With `--dry-run`")[1]))
     keys = plan.keys() | {key for part in plan["parts"].values() for key in part}
     assert keys < said
+
+
+def test_bench(folder):
+    asked = ("--device", "cpu", "--iterations", "1", "--warmup", "0")
+    drawn = ("--prompt", "seven", "--size", "64x64", "--steps", "1")
+    json_of("bench", PIPELINE, *drawn, *asked, "--save", "reference.json")
+    bound = ("--max-latency-regression", "0", "--min-psnr", "99", "--set", "fp8=storage")
+    real = json_of("bench", PIPELINE, *asked, "--against", "reference.json", *bound, exit_code=1)
+    agree("bench", real)
+    assert real["against"].keys() <= set(re.findall(r"`(\w+)`", SECTIONS["bench"]))
 
 
 def test_errors(folder):

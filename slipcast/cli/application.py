@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "Say what loading a checkpoint would do, to the byte.",
     "load": "Load a checkpoint and compare the outcome with the plan.",
     "generate": "Draw a picture with a checkpoint and the parts of its pipeline.",
+    "bench": "Measure a pipeline, and compare with what was measured before.",
     "convert": "Write a checkpoint in another naming or another format.",
     "explain": "Say why each family does or does not match a checkpoint.",
     "families": "List the known families, or show one.",

@@ -25,7 +25,7 @@ _VIDEOS = {".png": "PNG", ".gif": "GIF", ".webp": "WEBP"}
 _FRAME_RATE = 16.0
 
 
-class _Size(click.ParamType[tuple[int, int]]):
+class Size(click.ParamType[tuple[int, int]]):
     """``WIDTHxHEIGHT`` in pixels."""
 
     name = "size"
@@ -45,7 +45,7 @@ class _Size(click.ParamType[tuple[int, int]]):
 @click.option("--steps", type=click.IntRange(1, 10_000), help="Number of steps; the family's if left out.")
 @click.option("--guidance", type=click.FloatRange(0), help="Strength of guidance; the family's if left out.")
 @click.option("--seed", type=click.IntRange(0, _LARGEST_SEED), default=0, show_default=True, help="Of the noise.")
-@click.option("--size", type=_Size(), metavar="WxH", help="Width and height in pixels; the pipeline's if left out.")
+@click.option("--size", type=Size(), metavar="WxH", help="Width and height in pixels; the pipeline's if left out.")
 @click.option("--frames", type=click.IntRange(1), help="Number of frames of a video.")
 @click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="A picture to start from.")
 @click.option("--strength", type=click.FloatRange(0, 1), help="How far to go from that picture.")
