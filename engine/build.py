@@ -111,7 +111,7 @@ def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
     try:
         described = name.startswith("transformers.")
         model = kind(_config_class(kind)(**arguments)) if described else kind(**arguments)
-    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError, ZeroDivisionError) as error:
+    except Exception as error:  # whatever a class of another library raises
         raise ConfigError(
             f"{name} refuses its configuration: {type(error).__name__}: {error}",
             expected="arguments that the class accepts",

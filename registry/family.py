@@ -347,6 +347,11 @@ class Family(_Section):
     keys: Named[KeyEntry] = Field(default_factory=FrozenMapping)
     """The key map: name in the file, and what it is in the model's names. What has no entry keeps its name."""
 
+    sources: Named[Text] = Field(default_factory=FrozenMapping)
+    """Where names come from that no recorded header and no converter of diffusers shows, of `keys` and of
+    `identify.hasnt`: a place in the file, spelt to its end, and its source. Of a name whose parts lie in an order that
+    nothing shows, or that needs its operation for files of another shape, a beginning will do."""
+
     drop: Named[Text] = Field(default_factory=FrozenMapping)
     """Tensors of the file that no model needs, each with the reason. They need not occur."""
 

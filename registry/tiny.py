@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     JsonValue,
     PlainSerializer,
+    Strict,
     StringConstraints,
     model_validator,
 )
@@ -79,6 +80,20 @@ Input = TypeAliasType("Input", _Text | _Number | list["Input"] | Mapping[str, "I
 _Frozen = (AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, Any]))
 
 
+class Also(BaseModel):
+    """Another small model of the class. It is built, never run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    config: Annotated[Mapping[str, JsonValue], *_Frozen] = Field(default_factory=FrozenMapping)
+    """Its arguments, where they differ from the first small model's; nested ones are joined."""
+
+    beside: Annotated[Mapping[str, Annotated[tuple[int, ...], Strict(False)]], *_Frozen] = Field(
+        default_factory=FrozenMapping
+    )
+    """Tensors that its file holds and nobody loads, native names and shapes."""
+
+
 class Tiny(BaseModel):
     """A small model of the family's class, which must run on a CPU in a moment."""
 
@@ -86,6 +101,9 @@ class Tiny(BaseModel):
 
     config: Annotated[Mapping[str, JsonValue], *_Frozen]
     """Constructor arguments of the small model; what a header shows of them must be inferred as it stands here."""
+
+    also: Annotated[tuple[Also, ...], Strict(False)] = ()
+    """Other small models, for what the first can't show as well, such as the other branch of an expression."""
 
     inputs: Annotated[Mapping[str, Input], *_Frozen] = Field(default_factory=FrozenMapping)
     """Arguments of its forward: numbers, lists, mappings, and tensors by recipe: `normal 1x4x8x8`."""
@@ -102,6 +120,11 @@ class Tiny(BaseModel):
     fp8_error: float = Field(gt=0, lt=1)
     """Largest relative L2 distance between its outputs in fp8, stored or multiplied in it, and in float32."""
 
+    @property
+    def configs(self) -> tuple[Mapping[str, JsonValue], ...]:
+        """The arguments of every small model, those of the first first."""
+        return (self.config, *(_joined(self.config, other.config) for other in self.also))
+
     @model_validator(mode="after")
     def _runs_or_says_why_not(self) -> Tiny:
         if bool(self.inputs) == bool(self.not_alone):
@@ -111,3 +134,13 @@ class Tiny(BaseModel):
                 "write the arguments of the forward, or say why the class does not run by itself",
             )
         return self
+
+
+def _joined(config: Mapping[str, JsonValue], other: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Arguments with others laid over them."""
+    joined = {**config, **other}
+    for key, value in other.items():
+        under = config.get(key)
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            joined[key] = _joined(under, value)
+    return joined

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from slipcast.engine.check import forward_proofs, value_proofs
+from slipcast.engine.check import converter_proof, forward_proofs, value_proofs
 from slipcast.engine.check.proof import Proof
 from slipcast.engine.check.records import Records, recorded_headers
 from slipcast.engine.check.run import PROOFS, check_families, lead_proof
@@ -138,6 +138,7 @@ BROKEN = [
         "'transformers.Qwen2Tokeniser' hits nothing",
     ),
     ("rules", "keys:\n", "keys:\n  a.b: c.d\n", "keys.a.b", "'a.b: c.d' acts on no tensor"),
+    ("names", "[clip_text_pooled_proj,", "[clip_text_poled_proj,", "identify.hasnt.0", "nothing shows the name 'clip_"),
     (
         "keep",
         "forward_needs: [t_embedder]",
@@ -221,12 +222,13 @@ def test_a_converter_gets_what_the_family_drops_where_it_wants_that(
         checkpoint.pop("norm_final.weight")
         return {**original(checkpoint=checkpoint), "norm_final.weight": torch.zeros(1)}
 
-    original = value_proofs._converter("diffusers.ZImageTransformer2DModel")
+    original = converter_proof.converter_of("diffusers.ZImageTransformer2DModel")
     assert original is not None
-    monkeypatch.setattr(value_proofs, "_converter", lambda _: wants)
+    monkeypatch.setattr(converter_proof, "converter_of", lambda _: wants)
     assert _prove("converter", FILE, records).status == "ok"
     path = _edited(tmp_path / "z-image.yaml", ("  norm_final.weight: ", "  norm_first.weight: "))
-    assert _prove("converter", path, records).status == "skipped"
+    failed = _prove("converter", path, records)
+    assert (failed.status, "converter fails on the small model: KeyError" in failed.detail) == ("failed", True)
 
 
 def test_where_the_converter_differs_is_said_with_the_reason(tmp_path: Path, records: Records) -> None:
@@ -286,7 +288,7 @@ def test_without_headers_their_proofs_are_skipped_and_say_so(tmp_path: Path) -> 
         for name in PROOFS
         if _prove(name, FILE, None).status == "skipped" and name not in ("values", "converter", "forward")
     }
-    assert skipped.keys() == {"bijection", "way back", "config", "recognised", "others"}
+    assert skipped.keys() == {"bijection", "way back", "config", "names", "recognised", "others"}
     assert set(skipped.values()) == {"the recorded headers are not here; name their folder with --headers"}
 
 
@@ -441,7 +443,7 @@ def test_a_converter_may_want_names_with_their_prefix() -> None:
         return {"a": checkpoint["model.a"]}
 
     for converter in (picky, strict):
-        assert value_proofs._convert_named(converter, full, bare, built).keys() == {"a"}
+        assert converter_proof._convert_named(converter, full, bare, built).keys() == {"a"}
 
 
 def test_a_converter_may_look_for_names_that_it_has_taken() -> None:
@@ -453,6 +455,6 @@ def test_a_converter_may_look_for_names_that_it_has_taken() -> None:
         return {"new" if "old" in checkpoint else "other": taken["old"]}
 
     native = {"old": torch.ones(1)}
-    assert value_proofs._convert(forgetful, native, built).keys() == {"other"}
-    assert value_proofs._convert_kept(forgetful, native, built).keys() == {"new"}
-    assert value_proofs._convert_kept(forgetful, {}, built) == {}
+    assert converter_proof._convert(forgetful, native, built).keys() == {"other"}
+    assert converter_proof._convert_kept(forgetful, native, built).keys() == {"new"}
+    assert converter_proof._convert_kept(forgetful, {}, built) == {}

@@ -13,7 +13,7 @@ from slipcast.engine.build import model_class, unknown_arguments
 from slipcast.engine.check.header_proofs import NOTHING_BUILT, why_no_cases, why_nothing_built
 from slipcast.engine.check.proof import Outcome, proved, skipped
 from slipcast.engine.check.sampling_names import sampling_names
-from slipcast.engine.check.subject import Built, Case, Subject, build
+from slipcast.engine.check.subject import BOOKKEEPING, Built, Case, Subject, build
 from slipcast.registry.errors import (
     CheckError,
     DocumentError,
@@ -30,12 +30,9 @@ from slipcast.registry.keymap.link import Link
 from slipcast.registry.keymap.lint import lint_all
 from slipcast.registry.keymap.matching import RuleTree
 from slipcast.registry.keymap.operations import accepts, joined_shape, native_shape
-from slipcast.registry.keymap.place import ArithmeticHole, LastHole, Place, parse_place
+from slipcast.registry.keymap.place import ArithmeticHole, LastHole, LiteralSegment, Place, WordHole, parse_place
 from slipcast.registry.keymap.rules import Rule
 from slipcast.registry.strict_yaml import Where
-
-_BOOKKEEPING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "model_type"})
-"""Entries of a published configuration that say nothing of the model."""
 
 
 def prove_lint(subject: Subject) -> Outcome:
@@ -211,10 +208,10 @@ def prove_config(subject: Subject) -> Outcome:
 
 def _prove_config(subject: Subject, case: Case, built: Built, published: Mapping[str, Any]) -> None:
     """Compare the arguments of both, with the class's defaults where one says nothing."""
-    wanted = {key: value for key, value in published.items() if not key.startswith("_") and key not in _BOOKKEEPING}
+    wanted = {key: value for key, value in published.items() if not key.startswith("_") and key not in BOOKKEEPING}
     model = subject.family.model if case.match is None else case.match.model
-    inferred, expected = _complete(built), _complete(build(model, _known(model, wanted)))
-    different = [key for key in expected if key in inferred and _plain(inferred[key]) != _plain(expected[key])]
+    inferred, expected = built.arguments, build(model, _known(model, wanted)).arguments
+    different = [key for key in expected if key in inferred and inferred[key] != expected[key]]
     if different:
         key = different[0]
         where = ("config", key) if key in subject.family.config else ("config",)
@@ -232,17 +229,6 @@ def _known(model: str, config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in unknown}
 
 
-def _complete(built: Built) -> dict[str, Any]:
-    """The arguments that a model was built with, the class's defaults included."""
-    config: Any = built.model.config
-    values = dict(config) if isinstance(config, Mapping) else config.to_dict()
-    return {key: value for key, value in values.items() if not key.startswith("_") and key not in _BOOKKEEPING}
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 def prove_patterns(subject: Subject) -> Outcome:
     """Every pattern of precision: and runtime: hits something of some model."""
     if not subject.built:
@@ -256,12 +242,10 @@ def prove_patterns(subject: Subject) -> Outcome:
     wanted: list[tuple[Where, str, bool]] = []
     for role, places in family.precision.keep.items():
         keys: Iterable[str | int] = places if isinstance(places, Mapping) else range(len(places))
-        wanted += [
-            (("precision", "keep", role, key), text, _hits(text, owners))
-            for key, text in zip(keys, places, strict=True)
-        ]
+        for key, text in zip(keys, places, strict=True):
+            wanted += [(("precision", "keep", role, key), one, _hits(one, owners)) for one in _one_word_each(text)]
     for n, text in enumerate(family.precision.keep_fp32):
-        wanted.append((("precision", "keep_fp32", n), text, _hits(text, names)))
+        wanted += [(("precision", "keep_fp32", n), one, _hits(one, names)) for one in _one_word_each(text)]
     for n, text in enumerate(family.runtime.compile.blocks if family.runtime.compile else ()):
         wanted.append((("runtime", "compile", "blocks", n), text, text in classes))
     for n, text in enumerate(family.runtime.offload.blocks if family.runtime.offload else ()):
@@ -283,6 +267,17 @@ def prove_patterns(subject: Subject) -> Outcome:
 def _searched(where: Where, family: Family) -> str:
     """Where a name was looked for."""
     return "diffusers" if "sampling" in where else "its library" if "companions" in where else family.model
+
+
+def _one_word_each(text: str) -> list[str]:
+    """A pattern with each word of its ``{a=x|y}`` in turn, the other holes as they are; itself where it has none."""
+    segments = parse_place(text).segments
+    return [
+        str(Place((*segments[:at], LiteralSegment(word), *segments[at + 1 :])))
+        for at, segment in enumerate(segments)
+        if isinstance(segment, WordHole)
+        for word in segment.words
+    ] or [text]
 
 
 def _hits(text: str, paths: Collection[str], *, exactly: bool = False) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from slipcast.registry.dtypes import DTYPE_BITS
 from slipcast.registry.errors import HeaderError, SettingsError
 from slipcast.registry.header import Header, Shape, TensorInfo
+from slipcast.registry.names import Names
 from slipcast.registry.quantisation import Bundles, assemble
 from slipcast.registry.side_tensors import MARKER
 from slipcast.registry.untrusted_files import read_json_object
@@ -52,6 +53,7 @@ class Records:
     scratch: Path
     _headers: dict[str, Header] = field(default_factory=dict)
     _bundles: dict[str, Bundles] = field(default_factory=dict)
+    _shapes: dict[str, Names] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -73,6 +75,12 @@ class Records:
         if name not in self._bundles:
             self._bundles[name] = assemble(self.header(name))
         return self._bundles[name]
+
+    def shapes(self, name: str) -> Names:
+        """The names and logical shapes of this header, prefixes included."""
+        if name not in self._shapes:
+            self._shapes[name] = Names({key: bundle.shape for key, bundle in self.bundles(name).weights.items()})
+        return self._shapes[name]
 
     def config(self, name: str) -> Mapping[str, Any]:
         """A published configuration, from the folder ``model_configs`` beside that of the headers.

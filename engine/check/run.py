@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
+from slipcast.engine.check.converter_proof import prove_converter
 from slipcast.engine.check.forward_proofs import prove_forward, prove_keep
 from slipcast.engine.check.header_proofs import prove_layout, prove_others, prove_recognised
 from slipcast.engine.check.model_proofs import (
@@ -19,11 +20,12 @@ from slipcast.engine.check.model_proofs import (
     prove_rules,
     prove_way_back,
 )
+from slipcast.engine.check.name_proofs import prove_names
 from slipcast.engine.check.proof import CheckedFamily, Outcome, Proof
 from slipcast.engine.check.records import Records, recorded_headers
 from slipcast.engine.check.subject import Subject, file_of, subject_of
 from slipcast.engine.check.todo_proof import prove_filled_in
-from slipcast.engine.check.value_proofs import prove_converter, prove_values
+from slipcast.engine.check.value_proofs import prove_values
 from slipcast.registry.catalogue import Catalogue, load_catalogue, load_family_file
 from slipcast.registry.errors import SettingsError, SlipcastError
 from slipcast.registry.family import Family
@@ -39,6 +41,7 @@ PROOFS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
         "config": prove_config,
         "patterns": prove_patterns,
         "rules": prove_rules,
+        "names": prove_names,
         "recognised": prove_recognised,
         "layout": prove_layout,
         "others": prove_others,

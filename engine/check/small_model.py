@@ -71,12 +71,12 @@ def model_prefix(family: Family) -> str:
 
 
 def unique_values(built: Built) -> Tensors:
-    """For every tensor of a model whole numbers that stand nowhere else, int64."""
+    """For every tensor of a model whole numbers that stand nowhere else, int32."""
     tensors: Tensors = {}
     stop = 0
     for name, shape in _untied(built):
         start, stop = stop, stop + prod(shape)
-        tensors[name] = torch.arange(start, stop).view(shape)
+        tensors[name] = torch.arange(start, stop, dtype=torch.int32).view(shape)
     return tensors
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import nn
 
 from slipcast.engine.build import build_on_meta
@@ -22,6 +24,9 @@ from slipcast.registry.header import Checkpoint, Header, Shape
 from slipcast.registry.identify import Match, are_apart, identify
 from slipcast.registry.keymap.matching import RuleTree
 from slipcast.registry.strict_yaml import Document, Where, dotted, load_yaml
+
+BOOKKEEPING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "model_type"})
+"""Entries of a published configuration that say nothing of the model."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,45 @@ class Built:
     model: nn.Module
     tensors: ModelTensors
     shapes: Mapping[str, Shape]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the model was built with, the class's defaults included."""
+        config: Any = self.model.config
+        values = dict(config) if isinstance(config, Mapping) else config.to_dict()
+        return {key: _plain(value) for key, value in values.items() if key[0] != "_" and key not in BOOKKEEPING}
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A small model of the section ``tiny:``.
+
+    Attributes:
+        config: the arguments that the family file gives it.
+        built: the model.
+        beside: native names and shapes of what its file holds and nobody loads.
+    """
+
+    config: Mapping[str, Any]
+    built: Built
+    beside: Mapping[str, Shape] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What diffusers' converter made of a small model's native file.
+
+    Attributes:
+        values: what the model has.
+        theirs: what the converter made.
+        how: of which model, in words.
+        full_size: whether it is the published model that was converted, since the converter knows no other sizes.
+    """
+
+    values: Mapping[str, torch.Tensor]
+    theirs: Mapping[str, torch.Tensor]
+    how: str = ""
+    full_size: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,9 +116,10 @@ class Subject:
         documents: its file, and that of the family that it extends.
         records: the recorded headers, or None where they are not there.
         cases: its examples; empty without records.
-        tiny: its small model; None where it has none, or one that can't be built.
-        tiny_problem: why the small model can't be built.
+        small: its small models, the one that runs first; empty where it has none, or one that can't be built.
+        tiny_problem: why a small model can't be built.
         scratch: a folder for files.
+        conversions: what diffusers' converter made of the small models, once a proof has asked.
     """
 
     family: Family
@@ -82,15 +127,21 @@ class Subject:
     documents: Sequence[Document]
     records: Records | None
     cases: tuple[Case, ...]
-    tiny: Built | None
+    small: tuple[SmallModel, ...]
     tiny_problem: SlipcastError | None
     scratch: Path
+    conversions: list[Converted] = field(default_factory=list)
+
+    @property
+    def tiny(self) -> Built | None:
+        """The small model that runs, if there is one."""
+        return self.small[0].built if self.small else None
 
     @property
     def built(self) -> list[Built]:
         """Every model that could be built."""
         examples = [case.built for case in self.cases if case.built is not None]
-        return examples if self.tiny is None else [*examples, self.tiny]
+        return [*examples, *(small.built for small in self.small)]
 
     def at(self, where: Where) -> str:
         """Where an entry stands: ``family.yaml:12, keys.x_embedder``."""
@@ -133,15 +184,15 @@ def subject_of(family: Family, path: Path, catalogue: Catalogue, records: Record
     if family.extends is not None:
         beside = path.with_name(f"{family.extends}.yaml")
         documents.append(load_yaml(beside if beside.is_file() else file_of(catalogue[family.extends])))
-    tiny, tiny_problem = _tiny(family)
+    small, tiny_problem = small_models_of(family)
     with tempfile.TemporaryDirectory(prefix="slipcast-check-") as scratch:
         yield Subject(
             family=family,
             catalogue=catalogue,
             documents=documents,
             records=records,
-            cases=() if records is None else tuple(_cases(family, records, catalogue)),
-            tiny=tiny,
+            cases=() if records is None else tuple(cases_of(family, records, catalogue)),
+            small=small,
             tiny_problem=tiny_problem,
             scratch=Path(scratch),
         )
@@ -177,7 +228,8 @@ def build(name: str, config: Mapping[str, object]) -> Built:
     return Built(model, tensors, shapes)
 
 
-def _cases(family: Family, records: Records, catalogue: Catalogue) -> Iterator[Case]:
+def cases_of(family: Family, records: Records, catalogue: Catalogue) -> Iterator[Case]:
+    """The examples of a family; one whose header is missing, not the family's or unbuildable says why."""
     known: dict[str, Built] = {}
     for number, example in enumerate(family.examples):
         header: Header | None = None
@@ -205,13 +257,20 @@ def _beside(match: Match, catalogue: Catalogue) -> tuple[Match, ...]:
     return tuple(other for other in found if other.family.id != match.family.id and are_apart(other, match))
 
 
-def _tiny(family: Family) -> tuple[Built | None, SlipcastError | None]:
+def small_models_of(family: Family) -> tuple[tuple[SmallModel, ...], SlipcastError | None]:
+    """The models of the section ``tiny:``, the one that runs first; none, and why, where one can't be built."""
     if family.tiny is None:
-        return None, None
+        return (), None
     try:
-        return build(family.model, family.tiny.config), None
+        models = [SmallModel(config, build(family.model, config)) for config in family.tiny.configs]
+        also = [replace(model, beside=one.beside) for model, one in zip(models[1:], family.tiny.also, strict=True)]
+        return (models[0], *also), None
     except SlipcastError as problem:
-        return None, problem
+        return (), problem
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _short(document: Document) -> str:
