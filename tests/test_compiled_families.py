@@ -23,7 +23,7 @@ def test_blocks_of_a_family_become_graphs(name: str, tmp_path: Path) -> None:
     family = load_catalogue([])[name]
     assert family.tiny is not None
     assert family.runtime.compile is not None
-    files = write_files(family, random_values(build(family, family.tiny.config)), tmp_path / "small")
+    files = write_files(family, random_values(build(family.model, family.tiny.config)), tmp_path / "small")
     call = {"device": "cpu", "dtype": "float32", "fp8": "storage"}
     settings = resolve_settings(call, environ={}, cwd=tmp_path, user_folder=tmp_path).values
     model, _ = execute(make_plan(files.match, settings), files.match.header)
