@@ -4,6 +4,8 @@
     python benchmarks/gpu.py step                      # a forward of a full-size denoiser, in every precision
     python benchmarks/gpu.py kernels                   # the fused kernels, over the sizes of their tiles
     python benchmarks/gpu.py crossover                 # which precision multiplies fastest, by rows and layer sizes
+    python benchmarks/gpu.py activations               # what activations take for each token and pixel, by family
+    python benchmarks/gpu.py memory                    # a pipeline in each memory tier: peaks and the time of a step
     python benchmarks/gpu.py all --json OUT
 
 Each prints tables; ``--json`` writes the same as data, after each part anew, so that what was measured is kept should a
@@ -20,7 +22,14 @@ from typing import Any
 
 from gpu_machine import machine, print_machine
 
-PARTS = {"load": "gpu_load", "step": "gpu_step", "kernels": "gpu_kernels", "crossover": "gpu_crossover"}
+PARTS = {
+    "load": "gpu_load",
+    "step": "gpu_step",
+    "kernels": "gpu_kernels",
+    "crossover": "gpu_crossover",
+    "activations": "gpu_activations",
+    "memory": "gpu_memory",
+}
 """Each module has ``add_options(parser)``, ``measure(options)`` and ``show(result)``."""
 
 
