@@ -96,7 +96,7 @@ def convert(
     Raises:
         SlipcastError: as ``convert_header`` does; ``UnsupportedFileError`` where ``out`` is the input itself, is there
             already, or can't hold the layout; ``QuantisationError`` for values that can't be quantised or cast;
-            ``LoadCancelled``.
+            ``Cancelled``.
     """
     place = destination(match, out, layout, prefix=prefix, overwrite=overwrite)
     layout, weights = place.layout, place.weights

@@ -32,7 +32,7 @@ from slipcast.engine.steps import Step, steps
 from slipcast.engine.weight_entries import WEIGHT
 from slipcast.engine.windows import Window, windows
 from slipcast.engine.workers import workers
-from slipcast.registry.errors import LoadCancelled, QuantisationError
+from slipcast.registry.errors import Cancelled, QuantisationError
 from slipcast.registry.header import Header
 from slipcast.registry.quantisation import Bundle, assemble
 from slipcast.registry.side_tensors import INPUT_SCALE
@@ -97,7 +97,7 @@ class _Work:
         """Count rows that were read, and once the scales of their weight; let the caller know, and stop.
 
         Raises:
-            LoadCancelled: the caller said so.
+            Cancelled: the caller said so.
         """
         if not step.rows:
             return
@@ -112,7 +112,7 @@ class _Work:
         if self._progress is not None:
             self._progress(self._read, total)
         if self._cancelled is not None and self._cancelled():
-            raise LoadCancelled(
+            raise Cancelled(
                 f"the load was cancelled after {self._read:,} of {total:,} bytes",
                 expected="a load that runs to its end",
                 hint="nothing of it is left; load again when wanted",
@@ -153,7 +153,7 @@ def execute(
         know of the values that were read, as sentences.
 
     Raises:
-        LoadCancelled: ``cancelled`` said so.
+        Cancelled: ``cancelled`` said so.
         HeaderError: the file changed under the load.
         QuantisationError: values that can't be quantised, scales that can't be.
     """

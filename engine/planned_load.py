@@ -29,7 +29,7 @@ def load_planned(
         plan: of the model.
         header: of the file that the plan was made for.
         progress: called with the bytes read so far and in all, after each chunk.
-        cancelled: asked after each chunk; once it says True the load ends with ``LoadCancelled`` and leaves nothing.
+        cancelled: asked after each chunk; once it says True the load ends with ``Cancelled`` and leaves nothing.
 
     Raises:
         SlipcastError: whatever reading raises.

@@ -16,7 +16,7 @@ from slipcast.engine.file_weight import FileWeight
 from slipcast.engine.plan import Piece, Target
 from slipcast.engine.reader import TORCH_DTYPES, BufferedReader, torch_dtype
 from slipcast.engine.weight_values import weight_parts
-from slipcast.registry.errors import LoadCancelled
+from slipcast.registry.errors import Cancelled
 from slipcast.registry.header import Header
 from slipcast.registry.quantisation import Bundle
 
@@ -66,7 +66,7 @@ def write_tensors(
         HeaderError: the source changed while it was read.
         UnsupportedFormatError: a dtype that torch does not have.
         QuantisationError: values that can't be quantised or cast.
-        LoadCancelled: ``cancelled`` said so.
+        Cancelled: ``cancelled`` said so.
     """
     head = header_bytes(tensors, metadata)
     file.write(head)
@@ -143,7 +143,7 @@ def _report(progress: Progress | None, cancelled: Callable[[], bool] | None, don
     if progress is not None:
         progress(done, total)
     if cancelled is not None and cancelled():
-        raise LoadCancelled(
+        raise Cancelled(
             f"cancelled after {done:,} of {total:,} bytes",
             expected="a conversion that runs to its end",
             hint="nothing of it is left; convert again when wanted",

@@ -215,5 +215,9 @@ class CheckError(SlipcastError):
     """A family file that a proof of ``slipcast check`` refutes."""
 
 
-class LoadCancelled(SlipcastError):  # noqa: N818 - a caller's own wish, not a fault
-    """The caller cancelled a load; nothing of it is left."""
+class SessionError(SlipcastError):
+    """A call that a session can't answer as it is: nothing is loaded, or the call comes from within its own work."""
+
+
+class Cancelled(SlipcastError):  # noqa: N818 - a caller's own wish, not a fault
+    """The caller cancelled a load, a conversion or a generation, or put another load in its place; nothing is left."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slipcast.engine.convert import Converted
     from slipcast.engine.plan import Plan
     from slipcast.engine.report import Loaded, Report
+    from slipcast.engine.session.session import Session
     from slipcast.registry.errors import SlipcastError
     from slipcast.registry.inspection import Inspection
 
@@ -31,6 +32,7 @@ __all__ = [
     "Loaded",
     "Plan",
     "Report",
+    "Session",
     "SlipcastError",
     "check",
     "compute_dtype",
@@ -56,6 +58,7 @@ _HOMES = {
     "Plan": "slipcast.engine.plan",
     "Loaded": "slipcast.engine.report",
     "Report": "slipcast.engine.report",
+    "Session": "slipcast.engine.session.session",
     "SlipcastError": "slipcast.registry.errors",
     "Inspection": "slipcast.registry.inspection",
 }

@@ -75,14 +75,14 @@ def load(
             ``header_limit_mib``; without it one is made from the settings. With it, settings that bear on the plan are
             refused.
         progress: called with the bytes read so far and in all, after each chunk.
-        cancelled: asked after each chunk; once it says True the load ends with ``LoadCancelled`` and leaves nothing.
+        cancelled: asked after each chunk; once it says True the load ends with ``Cancelled`` and leaves nothing.
         settings: as for ``plan``.
 
     Returns:
         The model in eval mode, every tensor of it real and on the plan's device, and the report.
 
     Raises:
-        SlipcastError: as ``plan`` does; ``PlanMismatchError`` for a plan of another file; ``LoadCancelled``.
+        SlipcastError: as ``plan`` does; ``PlanMismatchError`` for a plan of another file; ``Cancelled``.
     """
     from slipcast.engine.described_device import refuse_described
     from slipcast.engine.without_collection import without_collection
@@ -127,7 +127,7 @@ def pipeline(
     Args:
         path: a denoiser's file or folder, a file of several models, or a pipeline's folder.
         progress: called with the bytes read so far and in all, after each chunk.
-        cancelled: asked after each chunk; once it says True this ends with ``LoadCancelled`` and leaves nothing.
+        cancelled: asked after each chunk; once it says True this ends with ``Cancelled`` and leaves nothing.
         settings: those of the denoiser, as for ``plan``, and ``companions``: a folder, or paths by the pipeline's own
             names of its parts.
 
@@ -195,7 +195,7 @@ def convert(
         prefix: what to put before each name, one that the family knows.
         overwrite: whether to replace what lies at ``out``.
         progress: called with the bytes written so far and in all.
-        cancelled: asked after each piece; once it says True the conversion ends with ``LoadCancelled``.
+        cancelled: asked after each piece; once it says True the conversion ends with ``Cancelled``.
         settings: those of configs/defaults.yaml; here ``families``, ``family``, ``component``, ``unexpected``,
             ``header_limit_mib`` and ``fp8`` with ``remainder`` matter.
 
@@ -205,7 +205,7 @@ def convert(
     Raises:
         SlipcastError: as ``inspect`` does; ``SettingsError`` for options that do not go together;
             ``UnsupportedFileError`` for a place that can't be written to; ``AccountingError``, ``QuantisationError``
-            and ``UnsupportedFormatError`` for weights that can't become what is asked for; ``LoadCancelled``.
+            and ``UnsupportedFormatError`` for weights that can't become what is asked for; ``Cancelled``.
     """
     from slipcast.engine.destination import destination
     from slipcast.engine.wanted import Wanted

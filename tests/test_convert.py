@@ -20,7 +20,7 @@ from slipcast.engine.convert import Converted, convert
 from slipcast.registry.catalogue import Catalogue, load_catalogue, load_family_file
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.claims import Layout
-from slipcast.registry.errors import LoadCancelled, SettingsError, SlipcastError, UnsupportedFileError
+from slipcast.registry.errors import Cancelled, SettingsError, SlipcastError, UnsupportedFileError
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match, identify
 from support import links as executor
@@ -196,7 +196,7 @@ def test_nothing_is_left_of_a_conversion_that_ends_early(tmp_path: Path, native:
 
     with pytest.raises(KeyboardInterrupt):
         _convert(native, tmp_path / out, "diffusers", progress=interrupt)
-    with pytest.raises(LoadCancelled, match="cancelled after"):
+    with pytest.raises(Cancelled, match="cancelled after"):
         _convert(native, tmp_path / out, "diffusers", cancelled=lambda: True)
     assert [path.name for path in tmp_path.iterdir()] == ["native.safetensors"]
 

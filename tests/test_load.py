@@ -17,7 +17,7 @@ from torch import nn
 
 import slipcast
 from slipcast.engine import chunks
-from slipcast.registry.errors import HeaderError, LoadCancelled, QuantisationError
+from slipcast.registry.errors import Cancelled, HeaderError, QuantisationError
 from slipcast.registry.header import Header
 from support.fp8_checkpoints import KEPT, decoded
 from support.isolation import isolate
@@ -234,7 +234,7 @@ def test_a_cancelled_load_leaves_nothing(
     gc.collect()
     before = _big_tensors()
     settings = {"device": "cpu", "dtype": "float32", "fp8": "storage", "threads": threads}
-    with pytest.raises(LoadCancelled) as caught:
+    with pytest.raises(Cancelled) as caught:
         slipcast.load(files["native", ""], cancelled=cancelled, **settings)
     assert len(asked) == after
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("slipcast-load")]

@@ -19,7 +19,7 @@ import slipcast
 from slipcast.engine.check.torchvision_stand_in import torchvision_or_stand_in
 from slipcast.engine.pipeline.assemble import pipeline_record
 from slipcast.engine.pipeline.generate import GenerationRequest, generate
-from slipcast.registry.errors import CompanionError, LoadCancelled
+from slipcast.registry.errors import Cancelled, CompanionError
 from support.tiny_pipelines import (
     ALL_IN_ONE,
     PIPELINES,
@@ -118,7 +118,7 @@ def test_a_cancelled_load_ends_in_the_part_that_it_is_in(folders: dict[str, Path
     plan = pipeline_record(slipcast.pipeline(folders["z-image"], device="cpu")).plan
     first = plan.denoiser.plan
     assert first is not None
-    with pytest.raises(LoadCancelled):
+    with pytest.raises(Cancelled):
         slipcast.pipeline(
             folders["z-image"],
             device="cpu",

@@ -18,7 +18,7 @@ from slipcast.engine.plan import Plan
 from slipcast.engine.reader import OpenFiles
 from slipcast.engine.steps import spans, steps
 from slipcast.engine.windows import most_under_way, windows
-from slipcast.registry.errors import DeviceError, HeaderError, LoadCancelled
+from slipcast.registry.errors import Cancelled, DeviceError, HeaderError
 from slipcast.registry.header import TensorInfo
 from slipcast.registry.inspection import identify_path
 from slipcast.registry.settings import resolve_settings
@@ -164,7 +164,7 @@ def test_a_cancelled_load_in_windows_leaves_nothing(tmp_path: Path, reader: str)
         asked.append(1)
         return len(asked) == 7
 
-    with pytest.raises(LoadCancelled):
+    with pytest.raises(Cancelled):
         _execute(path, _planned(path, reader), cancelled=cancelled)
     assert len(asked) == 7
     assert not _Loader.open

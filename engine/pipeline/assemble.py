@@ -60,7 +60,7 @@ def assemble(
     Args:
         plan: of the pipeline.
         progress: called with the bytes read so far and in all, of the models that slipcast loads.
-        cancelled: asked as they are read; once it says True this ends with ``LoadCancelled`` and leaves nothing.
+        cancelled: asked as they are read; once it says True this ends with ``Cancelled`` and leaves nothing.
 
     Returns:
         A pipeline of the class that the plan names, with every model in eval mode, where the plan places it.

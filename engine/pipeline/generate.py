@@ -12,14 +12,32 @@ import torch
 
 from slipcast.engine.pipeline.assemble import pipeline_record, same_parts
 from slipcast.engine.pipeline.classes import is_modular, pipeline_class
+from slipcast.engine.pipeline.interruption import interruptible, refuse_cancelled
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
 from slipcast.engine.pipeline.policies import refit_
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.registry.errors import SettingsError
 from slipcast.registry.runtime import Sampling
 
-StepProgress = Callable[[int, int], None]
-"""Called with the number of the step that is done, and of all."""
+
+@dataclass(frozen=True, slots=True)
+class GenerationProgress:
+    """How far a generation has come.
+
+    Attributes:
+        step: number of the step that is done, from 1.
+        total: number of all steps.
+        latents: the latents after it, as the pipeline has them: of its own shape, dtype and device. None where it does
+            not show them. They are the pipeline's own; copy what is kept.
+    """
+
+    step: int
+    total: int
+    latents: torch.Tensor | None
+
+
+StepProgress = Callable[[GenerationProgress], None]
+"""Called after each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +88,12 @@ class Generated:
     seconds: float
 
 
-def generate(pipe: Any, request: GenerationRequest, progress: StepProgress | None = None) -> Generated:
+def generate(
+    pipe: Any,
+    request: GenerationRequest,
+    progress: StepProgress | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> Generated:
     """Draw what a request says.
 
     The noise is made on the CPU, so that a seed gives the same noise wherever the pipeline computes.
@@ -78,9 +101,11 @@ def generate(pipe: Any, request: GenerationRequest, progress: StepProgress | Non
     Args:
         pipe: what ``slipcast.pipeline`` returned.
         request: what is to be drawn.
-        progress: called after each step, of pipelines that say when one ends.
+        progress: called after each step, of pipelines that say when one ends. What it raises ends the generation.
+        cancelled: asked after each step and before each forward pass of a model.
 
     Raises:
+        Cancelled: ``cancelled`` said True.
         SettingsError: the pipeline can't do what is asked.
         CompanionError: slipcast did not make the pipeline.
         DeviceError: the size does not fit the device. Nothing was allocated for it.
@@ -94,17 +119,17 @@ def generate(pipe: Any, request: GenerationRequest, progress: StepProgress | Non
     if request.image is not None:
         arguments["image"] = _fitted(request.image, request, sampling)
     takes = _parameters(type(pipe))
-    steps = shown.get("num_inference_steps")
-    if progress is not None and steps is not None and "callback_on_step_end" in takes:
-        arguments["callback_on_step_end"] = _reporting(progress, steps)
+    if "callback_on_step_end" in takes:
+        arguments["callback_on_step_end"] = _reporting(progress, cancelled, shown.get("num_inference_steps", 0))
     pipe.set_progress_bar_config(disable=True)
     began = time.perf_counter()
     frames = "frames" if "num_frames" in takes else "images"
-    if is_modular(type(pipe)):
-        _set_guidance(pipe, request, sampling)
-        found = pipe(**arguments, output=frames)
-    else:
-        found = getattr(pipe(**arguments, output_type="pil"), frames)
+    with interruptible(pipe, cancelled):
+        if is_modular(type(pipe)):
+            _set_guidance(pipe, request, sampling)
+            found = pipe(**arguments, output=frames)
+        else:
+            found = getattr(pipe(**arguments, output_type="pil"), frames)
     images = tuple(found[0] if frames == "frames" else found)
     return Generated(images, frames == "frames", type(pipe).__name__, shown, time.perf_counter() - began)
 
@@ -220,9 +245,16 @@ def _fitted(image: Any, request: GenerationRequest, sampling: Sampling) -> Any:
     return image.convert("RGB").resize((size["width"], size["height"]))
 
 
-def _reporting(progress: StepProgress, steps: int) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
+def _reporting(
+    progress: StepProgress | None, cancelled: Callable[[], bool] | None, steps: int
+) -> Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]:
     def report(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG001
-        progress(step + 1, steps)
+        total = getattr(pipe, "num_timesteps", None) or steps  # from a picture on there are fewer than were asked for
+        done = f"after step {step + 1} of {total}"
+        refuse_cancelled(cancelled, done)
+        if progress is not None:
+            progress(GenerationProgress(step + 1, total, tensors.get("latents")))
+            refuse_cancelled(cancelled, done)
         return tensors
 
     return report

@@ -209,6 +209,32 @@ def refit_(pipe: Any, size: ImageSize, *, encodes: bool = False, snapshot: Snaps
         record.applied.vae_calls.ways = {"encode": policies.encode, "decode": policies.memory.vae}
 
 
+def adjust_(pipe: Any, plan: PipelinePlan) -> None:
+    """Lay the settings of its VAE on a pipeline that is there, by another plan of the same parts.
+
+    Args:
+        pipe: what ``assemble`` returned.
+        plan: made with the settings that it shall have.
+
+    Raises:
+        DeviceError: with the models where they lie, that does not fit at the plan's size.
+        CompanionError: slipcast did not make the pipeline.
+    """
+    from slipcast.engine.pipeline.assemble import pipeline_record
+
+    record, wanted = pipeline_record(pipe), plan.policies
+    part = plan.parts.get(_VAE)
+    if part is not None and part.plan is not None:
+        like = build_on_meta(part.plan.origin.model, part.plan.origin.config)
+        if wanted.settings.vae.tile_size:
+            set_tile_side_(like, wanted.settings.vae.tile_size)
+        for name, value in vars(like).items():
+            if name.startswith("tile_"):
+                setattr(pipe.components[_VAE], name, value)
+    record.policies = replace(record.policies, settings=wanted.settings, vae=wanted.vae)
+    refit_(pipe, wanted.size)
+
+
 def _without_own(snapshot: Snapshot, plan: PipelinePlan, pipe: Any) -> Snapshot:
     """The device as it would be without the pipeline's own weights on it."""
     models = [pipe.components[role] for role in plan.policies.memory.placements]

@@ -136,7 +136,6 @@ def _bench(
     from slipcast.engine.pipeline.generate import GenerationRequest, check_request
     from slipcast.engine.pipeline.measurement import machine_name, measure
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
-    from slipcast.engine.policy.sizes import ImageSize
 
     refuse_described(settings.device)
     place, overwrite = save
@@ -145,7 +144,7 @@ def _bench(
     reference = None if against is None else references.load_reference(against)
     drawn_before = {} if reference is None else dict(reference.request)
     request = GenerationRequest(**{**drawn_before, **given})
-    plan = make_pipeline_plan(path, settings, ImageSize.of(request.width, request.height, request.frames))
+    plan = make_pipeline_plan(path, settings)
     check_request(plan, request)
     expected = None
     if against is not None and reference is not None:

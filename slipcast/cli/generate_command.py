@@ -131,7 +131,7 @@ def _draw(path: Path, settings: Settings, request: GenerationRequest) -> tuple[A
     with progress_bar("loading") as progress:
         pipe = assemble(plan, progress=progress)
     with progress_bar("drawing", in_bytes=False) as progress:
-        return pipe, generate(pipe, request, progress)
+        return pipe, generate(pipe, request, lambda at: progress(at.step, at.total))
 
 
 def _opened(image: Path | None) -> Any:

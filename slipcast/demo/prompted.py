@@ -13,11 +13,8 @@ from torch import Tensor
 
 from slipcast import api
 from slipcast.demo.recognise import PICTURE_SIZE, as_recognised, recognised_digits, train_recogniser
-from slipcast.engine.described_device import refuse_described
-from slipcast.engine.pipeline.assemble import assemble
-from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
+from slipcast.engine.pipeline.assemble import pipeline_record
 from slipcast.engine.plan import Decision
-from slipcast.engine.policy.sizes import ImageSize
 from slipcast.registry.errors import SlipcastError
 
 PIPELINE = Path(__file__).with_name("pipeline")
@@ -94,14 +91,12 @@ def draw_prompt(
         SlipcastError: as ``slipcast.pipeline`` does.
     """
     steps = STEPS if steps is None else steps
-    resolved = api.resolve(PIPELINE, dict(settings))
-    refuse_described(resolved.device)
-    plan = make_pipeline_plan(PIPELINE, resolved, ImageSize.of(PICTURE_SIZE, PICTURE_SIZE))
-    pipe = assemble(plan)
+    pipe = api.pipeline(PIPELINE, **settings)
     began = perf_counter()
     (picture,) = draw(pipe, [prompt], seed=seed, steps=steps, progress=progress)
     seconds = perf_counter() - began
     (digit,) = recognised_digits(train_recogniser(), as_recognised(picture[None]))
+    plan = pipeline_record(pipe).plan
     return Prompted(
         prompt, seed, steps, picture, digit, seconds, plan.device, plan.compute_dtype, plan.nbytes, api.status(pipe)
     )
