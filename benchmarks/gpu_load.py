@@ -5,8 +5,9 @@
     python benchmarks/gpu.py load --sweep prefetch               # other windows and threads, in one warm process
 
 Two files are written first: one in bf16 and one of scaled fp8 codes, after recorded headers and with random values.
-Each run is a process of its own, in turn; its clock starts when everything is imported, the GPU has been used once and
-the file lies in the page cache, and stops when the GPU has nothing left to do. What is planned and identified counts.
+Each run is a process of its own, in turn; those of a round wait ready. Its clock starts when everything is imported, the
+GPU has been used once and the file lies in the page cache, and stops when the GPU has nothing left to do. What is planned
+and identified counts.
 Device memory is what the driver says is taken, sampled, above that at the start: all allocators count, and what they
 round up. Ratios are of medians.
 """
@@ -22,6 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -30,12 +32,13 @@ from typing import Any
 
 import torch
 from load import Device, run_diffusers, run_safetensors, run_slipcast
-from measuring import HEADER, MIB, ROOT, print_table, read_through
+from measuring import HEADER, MIB, ROOT, model_class, print_table, read_through
 
 _CODES_HEADER = "z-image-turbo--kijai-fp8-scaled"
 _BLOCK = 64 * MIB
 _PINNED = 1024 * MIB
 _INTERVAL = 0.002
+_READY, _GO = "ready", "go"
 _STORAGE = {"device": "cuda", "dtype": "bfloat16", "fp8": "storage"}
 _KEPT = {"device": "cuda", "dtype": "bfloat16", "fp8": "auto"}
 _SWEEPS: Mapping[str, Mapping[str, Sequence[int]]] = {
@@ -96,9 +99,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             read_through(path)
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.loads if _can_run(name, options)}
         for _ in range(options.repeats):
-            for name, done in runs.items():
-                done.append(_in_process(name, files, options, "run"))
-                print(f"{name}: {done[-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
+            waiting = {name: _start(name, files, options, "run") for name in runs}
+            for process in waiting.values():
+                _expect(process, _READY)
+            for name, process in waiting.items():
+                runs[name].append(_finish(name, process))
+                print(f"{name}: {runs[name][-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
         sweeps = {reader: _in_process(reader, files, options, "sweep") for reader in options.sweep}
         profiled = [name for name in ("slabs", "prefetch") if options.profile and name in runs]
         return {
@@ -116,16 +122,32 @@ def _can_run(name: str, options: argparse.Namespace) -> bool:
 
 
 def _in_process(name: str, files: Mapping[str, Path], options: argparse.Namespace, task: str) -> dict[str, Any]:
-    """One contender in a process of its own; its last line is JSON."""
+    return _finish(name, _start(name, files, options, task))
+
+
+def _start(name: str, files: Mapping[str, Path], options: argparse.Namespace, task: str) -> subprocess.Popen[str]:
+    """One contender in a process of its own, which imports everything and then waits for its turn."""
     environment = dict(os.environ)
     if "prefetch" in name and options.safetensors_rc is not None:
         paths = [str(options.safetensors_rc.resolve()), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, __file__, task, name, str(files[CONTENDERS[name][0]])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{name} failed: {' '.join(command)}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def _expect(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    for found in process.stdout:
+        if found.strip() == line:
+            return
+
+
+def _finish(name: str, process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Let it run, and read its last line, which is JSON."""
+    output, _ = process.communicate(_GO + "\n")
+    if process.returncode:
+        raise SystemExit(f"{name} failed: {process.args}")
+    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
     return answer
 
 
@@ -207,7 +229,12 @@ class _DevicePeak:
 
 def _run(name: str, path: Path) -> dict[str, Any]:
     _, run, settings = CONTENDERS[name]
+    import_module("slipcast.engine.loader")
+    import_module("slipcast.engine.planner")
+    model_class(path)
     Device("cuda")
+    print(_READY, flush=True)
+    sys.stdin.readline()
     with _DevicePeak() as peak:
         found = run(path, dict(settings))
     return {**found, "device_peak": peak.above, "device_left": peak.left}
@@ -243,8 +270,6 @@ def _profile(name: str, path: Path) -> dict[str, Any]:
     import cProfile
     import io
     import pstats
-
-    from measuring import model_class
 
     import slipcast
     import slipcast.engine.loader
