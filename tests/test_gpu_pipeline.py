@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 
 import slipcast
 from slipcast.engine.policy.memory import TIERS, Tier, decide_memory
 from support.isolation import isolate
-from support.tiny_pipelines import VOCABULARY, byte_tokenizer, flux_vae, model_of, plain_pipeline, write_pipeline
+from support.tiny_pipelines import heavy_z_image, plain_pipeline, write_pipeline
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-WIDTH, HEADS = 512, 16
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +29,8 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline whose denoiser and text encoder are much larger than what they work on."""
-    encoder = {"num_hidden_layers": 24, "intermediate_size": 8192}
-    denoiser = {"dim": WIDTH, "n_heads": HEADS, "n_kv_heads": HEADS, "n_layers": 24}
-    pipe = ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=flux_vae(),
-        text_encoder=model_of("qwen3", vocab_size=VOCABULARY, **encoder),
-        tokenizer=byte_tokenizer(),
-        transformer=model_of("z-image", in_channels=16, cap_feat_dim=64, siglip_feat_dim=None, **denoiser),
-    )
     made = tmp_path_factory.mktemp("gpu") / "pipeline"
-    pipe.save_pretrained(str(made))
+    heavy_z_image().save_pretrained(str(made))
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,12 @@ from slipcast.engine.policy.global_flags import Tf32
 from slipcast.engine.policy.memory import TIERS, peak_of
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.engine.policy.snapshot import Snapshot
+from slipcast.engine.policy.speed import decide_speed, is_gguf, without_compile
 from slipcast.engine.policy.vae import VaeWay
 from slipcast.engine.policy.vae_calls import VaeCalls, set_tile_side_, tile_side
 from slipcast.engine.policy.visiting import Turns, visit_
 from slipcast.registry.errors import DeviceError
-from support.tiny_pipelines import PIPELINES, plain_pipeline, qwen_image_vae, write_pipeline
+from support.tiny_pipelines import PIPELINES, heavy_z_image, plain_pipeline, qwen_image_vae, write_pipeline
 
 SIZE = ImageSize(64, 64)
 MEMORY = 64 * 2**30
@@ -90,6 +92,26 @@ def test_a_refused_pipeline_reads_no_weight(folders: dict[str, Path], monkeypatc
     with pytest.raises(DeviceError) as refusal:
         slipcast.pipeline(folders["z-image"], device="cpu", memory="low", device_reserve_mib=1 << 30)
     assert "MiB are free" in refusal.value.expected
+
+
+def test_a_refusal_names_settings_that_make_it_fit(tmp_path: Path) -> None:
+    folder = tmp_path / "pipeline"
+    heavy_z_image().save_pretrained(str(folder))
+    needed = planned(folder, unified=True).policies.memory.peak_bytes
+    hints: list[str] = []
+    for free in range(needed - 1, needed // 4, -(needed // 12)):
+        with pytest.raises(DeviceError) as refusal:
+            planned(folder, free, unified=True)
+        hint = re.match(r"set (.*), which takes ([\d,]+) MiB", refusal.value.hint)
+        hints.append(hint[1] if hint is not None else "")
+        if hint is not None:
+            given = dict(each.split("=") for each in hint[1].split())
+            peak = planned(folder, free, unified=True, **given).policies.memory.peak_bytes
+            assert f"{peak / 2**20:,.0f}" == hint[2]
+    found = list(dict.fromkeys(hints))
+    assert found[0] == "text_encoder=fp8"
+    assert "text_encoder=fp8 fp8=storage" in found
+    assert found[-1] == ""
 
 
 @pytest.mark.parametrize("family", ["z-image", "sd-1"])
@@ -207,6 +229,27 @@ def test_blocks_are_compiled_on_a_gpu_where_the_weights_are_not_gguf(
     assert bool(plan.denoiser.plan.compiled) == (device_kind == "cuda")
     assert ("compiled blocks" in plan.settings["speed"].engaged) == (device_kind == "cuda")
     assert plan.settings["compile"].engaged == ("blocks" if device_kind == "cuda" else "off")
+
+
+def test_of_gguf_weights_only_the_decode_is_compiled(folders: dict[str, Path]) -> None:
+    settings = {"device": "cuda:9.0,80GiB", "dtype": "bfloat16", "speed": "default"}
+    plan = make_pipeline_plan(folders["z-image"], resolve(folders["z-image"], settings), SIZE)
+    denoiser = plan.denoiser.plan
+    vae = plan.parts["vae"].plan
+    assert denoiser is not None
+    assert vae is not None
+    first, *others = denoiser.modules
+    packed = without_compile(
+        denoiser.model_copy(update={"modules": (first.model_copy(update={"precision": "gguf"}), *others)}), "GGUF"
+    )
+    assert is_gguf(packed)
+    assert not is_gguf(denoiser)
+    assert packed.compiled == ()
+    device = plan.policies.snapshot.device
+    speed = decide_speed("default", device, {"transformer": packed}, vae, room=0, resident=True)
+    assert speed.compile_decode
+    assert speed.decision.engaged == "channels-last VAE, compiled decode"
+    assert not decide_speed("default", device, {"transformer": denoiser}, vae, room=0, resident=True).compile_decode
 
 
 def test_speed_off_changes_nothing(folders: dict[str, Path]) -> None:

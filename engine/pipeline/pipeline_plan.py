@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from slipcast.engine.pipeline.classes import (
 )
 from slipcast.engine.pipeline.inside import bytes_around
 from slipcast.engine.pipeline.part_settings import companion_settings, denoiser_settings
-from slipcast.engine.pipeline.policies import Policies, decide_policies
+from slipcast.engine.pipeline.policies import Policies, decide_policies, with_lighter_weights
 from slipcast.engine.plan import Decision, Plan
 from slipcast.engine.planner import make_plan
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.engine.policy.snapshot import Snapshot, take_snapshot
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.companions import Companion
-from slipcast.registry.errors import CompanionError
+from slipcast.registry.errors import CompanionError, DeviceError
 from slipcast.registry.found_pipeline import FoundPipeline, find_pipeline
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.header import Header
@@ -158,11 +159,21 @@ def make_pipeline_plan(
         snapshot: the device's memory; None: as it is now.
 
     Raises:
-        DeviceError: it does not fit the device.
+        DeviceError: it does not fit the device; the message names the setting that would make it fit.
         CompanionError: parts are missing, or not what the pipeline needs.
         SlipcastError: whatever finding and planning each part raises.
     """
     found = find_pipeline(path, settings)
+    device = resolve_device(settings.device)[0]
+    snapshot = snapshot or take_snapshot(device, settings.device_reserve_mib)
+    planned = partial(_plan, found, size=size or ImageSize(), snapshot=snapshot)
+    try:
+        return planned(settings)
+    except DeviceError as refusal:
+        raise with_lighter_weights(refusal, settings, lambda lighter: planned(lighter).policies.memory) from None
+
+
+def _plan(found: FoundPipeline, settings: Settings, *, size: ImageSize, snapshot: Snapshot) -> PipelinePlan:
     kind = pipeline_class(found.pipeline)
     first = found.denoiser
     denoiser = make_plan(_match(first), denoiser_settings(settings, first), others=first.beside)
@@ -171,9 +182,7 @@ def make_pipeline_plan(
         parts[part.role] = _plan_part(part, settings, denoiser)
     arguments = _arguments(kind, found)
     _refuse_unknown(kind, found, arguments)
-    device = resolve_device(settings.device)[0]
-    snapshot = snapshot or take_snapshot(device, settings.device_reserve_mib)
-    placed, policies = decide_policies(parts, found.sampling, settings, size or ImageSize(), snapshot)
+    placed, policies = decide_policies(parts, found.sampling, settings, size, snapshot)
     return PipelinePlan(
         found=found,
         pipeline=found.pipeline,
@@ -181,7 +190,7 @@ def make_pipeline_plan(
         parts=FrozenMapping(placed),
         absent=found.absent,
         settings=FrozenMapping({**_settings_of(placed[first.role]), **policies.decisions}),
-        device=device.name,
+        device=snapshot.device.name,
         compute_dtype=denoiser.compute_dtype,
         policies=policies,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from slipcast.engine.policy.speed import SpeedDecision, decide_speed, is_gguf, w
 from slipcast.engine.policy.text_encoder import decide_text_encoder
 from slipcast.engine.policy.vae import VaeCosts, VaeWay, vae_ways
 from slipcast.engine.policy.vae_calls import can_slice, set_tile_side_, tile_side
+from slipcast.registry.errors import DeviceError
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.runtime import Sampling
 from slipcast.registry.settings import Settings
@@ -148,6 +149,40 @@ def refit(
     return replace(
         policies, size=size, snapshot=snapshot, memory=memory, encode=encode, decisions=FrozenMapping(decisions)
     )
+
+
+def with_lighter_weights(
+    refusal: DeviceError, settings: Settings, planned: Callable[[Settings], MemoryDecision]
+) -> DeviceError:
+    """A refusal that names the settings with which the pipeline fits all the same, where there are such.
+
+    Args:
+        refusal: what was said of these settings.
+        settings: those that do not fit.
+        planned: decides on the memory with other settings, or raises DeviceError.
+    """
+    now = {"memory": settings.memory, "text_encoder": settings.text_encoder, "fp8": settings.fp8.mode}
+    for names in _LIGHTER:
+        changed = {name: value for name, value in names.items() if value != now[name]}
+        fp8 = settings.fp8.model_copy(update={"mode": changed.get("fp8", settings.fp8.mode)})
+        try:
+            memory = planned(settings.model_copy(update={**changed, "fp8": fp8}))
+        except DeviceError:
+            continue
+        given = " ".join(f"{name}={value}" for name, value in changed.items())
+        hint = f"set {given}, which takes {memory.peak_bytes / 2**20:,.0f} MiB"
+        return DeviceError(refusal.found, expected=refusal.expected, hint=hint, path=refusal.path, items=refusal.items)
+    return refusal
+
+
+_LIGHTER: tuple[dict[str, Any], ...] = (
+    {"memory": "auto"},
+    {"text_encoder": "fp8"},
+    {"memory": "auto", "text_encoder": "fp8"},
+    {"memory": "auto", "text_encoder": "fp8", "fp8": "storage"},
+    {"memory": "auto", "text_encoder": "nvfp4", "fp8": "storage"},
+)
+"""What makes a pipeline lighter, what changes least first."""
 
 
 def apply_policies_(pipe: Any, plan: PipelinePlan) -> Applied:

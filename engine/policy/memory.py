@@ -115,9 +115,7 @@ def decide_memory(
     raise _too_large(snapshot, parts, mode, vae_ways, tiers)
 
 
-def first_fitting(
-    snapshot: Snapshot, parts: Sequence[Part], tier: Tier, vae_ways: Sequence[VaeWay]
-) -> VaeWay | None:
+def first_fitting(snapshot: Snapshot, parts: Sequence[Part], tier: Tier, vae_ways: Sequence[VaeWay]) -> VaeWay | None:
     """The first way to run the VAE that fits beside parts that are placed already; None where none does."""
     return next((way for way in vae_ways if peak_of(tier, parts, way) <= snapshot.budget), None)
 

@@ -117,6 +117,18 @@ def z_image() -> Any:
     )
 
 
+def heavy_z_image() -> Any:
+    """A pipeline whose weights take more than what it works on: 100 MB of them."""
+    denoiser = {"dim": 512, "n_heads": 16, "n_kv_heads": 16, "n_layers": 24}
+    return diffusers.ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=flux_vae(),
+        text_encoder=model_of("qwen3", vocab_size=VOCABULARY, num_hidden_layers=24, intermediate_size=8192),
+        tokenizer=byte_tokenizer(),
+        transformer=model_of("z-image", in_channels=16, cap_feat_dim=64, siglip_feat_dim=None, **denoiser),
+    )
+
+
 def flux_1() -> Any:
     return diffusers.FluxPipeline(
         scheduler=dynamic(shift=3.0),
