@@ -372,6 +372,10 @@ def test_a_larger_picture_has_the_vae_tiled_or_is_refused(folders: dict[str, Pat
     refit_(pipe, larger, snapshot=snapshot)
     status = slipcast.status(pipe)
     assert status["vae.tiling"].engaged == "decode"
+    calls = pipeline_record(pipe).applied.vae_calls
+    assert calls is not None
+    ways = [calls.ways[call] for call in ("encode", "decode")]
+    assert [way is not None and way.tiling for way in ways] == [False, True]
     refit_(pipe, SIZE, snapshot=snapshot)
     assert slipcast.status(pipe)["vae.tiling"].engaged == "off"
     with pytest.raises(DeviceError) as refusal:
