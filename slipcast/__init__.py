@@ -5,9 +5,9 @@
     transformer = slipcast.load("model.safetensors", fp8="storage").model
 
 ``inspect`` says what a file is, ``plan`` what loading it would do, to the byte, and ``load`` does it. ``convert``
-writes it in another naming or format, ``pipeline`` makes the whole diffusers pipeline around it, and ``check`` proves
-family files. Importing this package imports neither torch
-nor diffusers; all but ``inspect`` do when they are called.
+writes it in another naming or format, ``pipeline`` makes the whole diffusers pipeline around it, ``Session`` holds one
+for an application, and ``check`` proves family files. Importing this package imports neither torch nor diffusers; all
+but ``inspect`` do when they are used.
 """
 
 from __future__ import annotations

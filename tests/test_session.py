@@ -16,7 +16,7 @@ from slipcast import Session
 from slipcast.engine.pipeline.generate import GenerationProgress
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.engine.session.bearing import WITHOUT_BEARING, bearing_settings
-from slipcast.registry.errors import Cancelled, DeviceError, HeaderError, SessionError, SettingsError
+from slipcast.registry.errors import Cancelled, CompanionError, DeviceError, HeaderError, SessionError, SettingsError
 from slipcast.registry.settings import resolve_settings, setting_names
 from support.fake_opener import PARTS, STEPS, TOO_LARGE, FakeOpener
 
@@ -154,6 +154,27 @@ def test_an_error_of_a_loads_callback_comes_out_and_leaves_nothing(
     assert caught.value.__traceback__ is not None
     assert opener.alive == 0
     assert session.status().state == "empty"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_causes_of_an_error_keep_nothing_alive(
+    session: Session, opener: FakeOpener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grouped: bool
+) -> None:
+    opens = opener.open
+
+    def through_a_library(*arguments: Any) -> Any:
+        try:
+            return opens(*arguments)
+        except HeaderError as error:
+            if grouped:
+                raise ExceptionGroup("of several", [error]) from None
+            raise CompanionError("a folder", expected="another", hint="download it again") from error
+
+    monkeypatch.setattr(opener, "open", through_a_library)
+    with pytest.raises((CompanionError, ExceptionGroup)) as caught:
+        session.load(tmp_path / "bad")
+    assert caught.value.__cause__ is not None or grouped
+    assert opener.alive == 0
 
 
 # reloading

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ import slipcast
 from slipcast import Session
 from slipcast.engine.check.torchvision_stand_in import torchvision_or_stand_in
 from slipcast.engine.pipeline.generate import GenerationProgress, GenerationRequest, generate
+from slipcast.engine.policy.apply import Applied
+from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.session.pipeline_opener import PipelineOpener
 from slipcast.registry.errors import Cancelled, CompanionError, DeviceError, SettingsError
+from slipcast.registry.settings import resolve_settings
 from support.tiny_pipelines import write_pipeline
 
 SMALL: dict[str, Any] = {"width": 64, "height": 64}
@@ -189,6 +194,32 @@ def test_what_can_not_be_loaded_leaves_the_pipeline(
     with pytest.raises(SettingsError, match="multiple"):
         session.generate("a seven", width=65, height=64)
     assert session.generate("a seven", steps=1, **SMALL).images
+
+
+def test_memory_of_the_present_pipeline_counts_as_free(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opener, settings = PipelineOpener(), resolve_settings(CPU).values
+    present = opener.validate(folders["z-image"], settings, ImageSize(*SIZE), None)
+    policies = present.plan.policies
+    free = policies.memory.peak_bytes + policies.snapshot.reserve - present.plan.nbytes
+    full = replace(policies.snapshot, free=free)
+    monkeypatch.setattr("slipcast.engine.session.pipeline_opener.take_snapshot", lambda *_: full)
+    with pytest.raises(DeviceError, match="needs"):
+        opener.validate(folders["z-image"], settings, ImageSize(*SIZE), None)
+    again = opener.validate(folders["z-image"], settings, ImageSize(*SIZE), present)
+    assert again.plan.policies.memory.tier == policies.memory.tier
+
+
+def test_global_flags_are_given_back_with_the_pipeline(
+    session: Session, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[Applied] = []
+    monkeypatch.setattr(Applied, "release", lambda applied: released.append(applied))
+    session.load(folders["z-image"], size=SIZE)
+    assert released == []
+    session.unload()
+    assert len(released) == 1
 
 
 def test_settings_of_the_vae_need_no_new_load(session: Session, folders: dict[str, Path]) -> None:
