@@ -105,8 +105,8 @@ class Sampling(_Section):
     """Companions that the pipeline does without, by role."""
 
     scheduler: _Arguments | None = None
-    """The scheduler's arguments, as published with the weights. Left out where they are not known: a scheduler is then
-    made from a file alone."""
+    """The scheduler's arguments, as published with the weights. Left out, or null in a variant, where no source states
+    them: a scheduler is then made from a file alone."""
 
     negative_prompt: str | None = None
     """What pictures are guided away from where nobody says; left out where the pipeline has a value of its own."""

@@ -121,7 +121,7 @@ BROKEN = [
         "'ZImagePipline' hits nothing in diffusers",
     ),
     ("patterns", "ZImageImg2ImgPipeline", "ZImageImg2Img", "sampling.image_to_image", "'ZImageImg2Img' hits nothing"),
-    ("patterns", "scheduler: {shift: 6.0}", "scheduler: {shft: 6.0}", "sampling.scheduler.shft", "'shft' hits"),
+    ("patterns", "{shift: 3.0}", "{shft: 3.0}", "variants.turbo.sampling.scheduler.shft", "'shft' hits"),
     (
         "patterns",
         "  size_multiple: 16\n",

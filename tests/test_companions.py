@@ -83,6 +83,24 @@ def test_a_scheduler_is_made_of_what_the_family_file_says_of_the_variant(single:
     assert find_pipeline(single, resolve_settings({"companions": own}).values).variant == "turbo"
 
 
+def test_where_the_family_file_states_no_scheduler_one_has_to_be_given(
+    single: Path, published: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "z_image_base.safetensors"
+    shutil.copy(single, base)
+    own = {role: str(published / role) for role in ("text_encoder", "vae", "tokenizer")}
+    error = missing(base, **own)
+    assert error.roles == ("scheduler",)
+    assert error.items == (
+        "scheduler: a folder with the configuration of diffusers.FlowMatchEulerDiscreteScheduler: setting "
+        "companions.scheduler",
+    )
+    assert error.hint.startswith("give a diffusers folder of the family that has them all by companions=FOLDER")
+    named = found(base, **own, scheduler=str(published / "scheduler"))["scheduler"]
+    assert (named.found, named.path) == ("setting companions.scheduler", published / "scheduler")
+    assert found(base, folder=str(published))["scheduler"].path == published / "scheduler"
+
+
 def test_settings_name_files_and_a_tokenizer_lies_beside_its_text_encoder(single: Path, published: Path) -> None:
     parts = found(single, text_encoder=str(weights(published, "text_encoder")), vae=str(weights(published, "vae")))
     assert where(parts) == {
@@ -226,7 +244,7 @@ def test_of_a_class_alone_no_file_is_taken_that_merely_lies_there(published: Pat
     folder = write_pipeline("cogview-4", tmp_path / "pipeline")
     file = write_single(folder, tmp_path / "cogview.safetensors")
     shutil.copy(weights(published, "vae"), tmp_path / "other.safetensors")
-    assert missing(file).roles == ("text_encoder", "vae", "tokenizer")
+    assert missing(file).roles == ("text_encoder", "vae", "tokenizer", "scheduler")
 
 
 def test_a_variant_that_tensors_show_to_be_another_is_refused(single: Path, published: Path, tmp_path: Path) -> None:
