@@ -7,25 +7,23 @@ import json
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-from demo_prompts import NAMES, UNSEEN, build_tokenizer
-from demo_vae import LATENT_SHAPE
+from demo_prompts import UNSEEN, build_tokenizer
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from train_digits import DATA, SAMPLED, round_to_fp8
 from transformers import Qwen3Model
 
-from slipcast.demo.recognise import PICTURE_SIZE, as_recognised, count_recognised, train_recogniser
+from slipcast.demo.prompted import NAMES, draw
+from slipcast.demo.recognise import as_recognised, count_recognised, train_recogniser
 
 SHIFT = 3.0
 """Of the scheduler: most steps go where there is much noise, for latents say early what they show."""
-STEPS = 8
 MODEL_INDEX = {
     "_class_name": "ZImagePipeline",
     "_diffusers_version": diffusers.__version__,
@@ -84,30 +82,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def start_noise(count: int, seed: int) -> Tensor:
-    """The noise that ``count`` samples start from, drawn on the CPU in one piece, ``[count, 16, 8, 8]`` float32."""
-    return torch.randn(count, *LATENT_SHAPE, generator=torch.Generator().manual_seed(seed))
-
-
-def draw(pipeline: ZImagePipeline, prompts: Sequence[str], seed: int, batch: int = 50) -> Tensor:
-    """Pictures of the prompts by the pipeline's own call, ``[n, 3, 64, 64]`` in [-1, 1] on the CPU."""
-    noise = start_noise(len(prompts), seed)
-    parts = [
-        pipeline(
-            list(prompts[start : start + batch]),
-            height=PICTURE_SIZE,
-            width=PICTURE_SIZE,
-            num_inference_steps=STEPS,
-            guidance_scale=0.0,
-            latents=noise[start : start + batch],
-            max_sequence_length=64,
-            output_type="pt",
-        ).images
-        for start in range(0, len(prompts), batch)
-    ]
-    return torch.cat([part.float().cpu() for part in parts]) * 2 - 1
-
-
 def load(folder: Path, dtype: torch.dtype, device: torch.device) -> ZImagePipeline:
     """The written folder as diffusers and transformers load it."""
     with warnings.catch_warnings():
@@ -134,5 +108,5 @@ def check(folder: Path, device: torch.device, seed: int) -> None:
         pipeline = load(folder, dtype, device)
         for part in rounded:
             setattr(pipeline, part, round_to_fp8(copy.deepcopy(getattr(pipeline, part))))
-        recognised = count_recognised(recogniser, as_recognised(draw(pipeline, prompts, seed)), SAMPLED)
+        recognised = count_recognised(recogniser, as_recognised(draw(pipeline, prompts, seed=seed)), SAMPLED)
         print(f"{title}: recognised {recognised} of {len(SAMPLED)}  {time.perf_counter() - started:.0f} s", flush=True)

@@ -10,7 +10,8 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import Qwen2Tokenizer
 
-NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+from slipcast.demo.prompted import NAMES
+
 SPELLINGS: tuple[Callable[[int], str], ...] = (
     lambda digit: NAMES[digit],
     lambda digit: NAMES[digit].capitalize(),

@@ -26,8 +26,8 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-from demo_files import SHIFT, STEPS, check, start_noise, write
-from demo_prompts import NAMES, TEMPLATES, PromptTable, build_tokenizer, prompt_tables
+from demo_files import SHIFT, check, write
+from demo_prompts import TEMPLATES, PromptTable, build_tokenizer, prompt_tables
 from demo_vae import LATENT_SHAPE, all_latents, decode, train_vae
 from diffusers import AutoencoderKL
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
@@ -36,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_digits import PATCH, SAMPLED, batches, build_model, learning_rate, patchify, unpatchify, update_average
 from transformers import Qwen3Config, Qwen3Model
 
+from slipcast.demo.prompted import NAMES, STEPS, start_noise
 from slipcast.demo.recognise import as_recognised, count_recognised, enlarged_digits, train_recogniser
 
 ENCODER: dict[str, Any] = {

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import slipcast
+from slipcast.demo.prompted import draw
 from slipcast.demo.recognise import as_recognised, count_recognised, enlarged_digits, held_out, train_recogniser
 from support.isolation import isolate
 
@@ -144,7 +145,7 @@ def test_samples_in_training_are_the_pipelines(program, prompts, files, vae_prog
         ours = program.sample(program.Prompts(table, forward), pair, pipeline.vae).clamp(-1, 1)
     finally:
         program.SAMPLED = kept
-    assert relative_error(ours, files.draw(pipeline, ["seven", "three"], seed=0)) < 1e-4
+    assert relative_error(ours, draw(pipeline, ["seven", "three"], seed=0)) < 1e-4
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
