@@ -1,4 +1,4 @@
-"""Which layers multiply in float8: decided in the plan, from codec, sizes, the producer's hints and static scales."""
+"""Which layers multiply in float8: decided in the plan, from codec, sizes, settings, hints and static scales."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from slipcast.engine.scaled_matmul import input_scale_obstacle
 from slipcast.registry.checkpoint import read_tensor_bytes
 from slipcast.registry.header import Header, TensorInfo
 from slipcast.registry.quantisation import Bundle
+from slipcast.registry.settings_model import Fp8Settings
 from slipcast.registry.side_tensors import INPUT_SCALE
 
 _FORMS = {"F32": "<f", "F16": "<e", "F64": "<d"}
@@ -34,12 +35,14 @@ class Products:
     reason: str = ""
 
 
+_NARROW = "narrower than fp8.least_features: quantising its input would cost more than the product saves"
+
 IN_COMPUTE_DTYPE = Products(False)
 """Products of a layer that nobody asked to multiply in float8."""
 
 
 def choose_products(
-    module: nn.Module, codec: Codec, bundles: Sequence[Bundle], header: Header, *, kept: bool, follow_hints: bool
+    module: nn.Module, codec: Codec, bundles: Sequence[Bundle], header: Header, *, kept: bool, settings: Fp8Settings
 ) -> Products:
     """Decide for one quantised layer.
 
@@ -49,15 +52,17 @@ def choose_products(
         bundles: the file's weights that it is made of.
         header: whose files hold the static scales; these few bytes are read.
         kept: whether the codes are the file's, with which its scales of activations were calibrated.
-        follow_hints: whether a producer's wish for full precision is followed.
+        settings: whether a producer's wish for full precision is followed, and from which width on float8 pays.
     """
     if type(module) is not nn.Linear:
         return Products(False, reason=f"a {type(module).__name__} has no product in float8")
     obstacle = compute_obstacle(module.in_features, module.out_features, codec)
     if obstacle is not None:
         return Products(False, reason=obstacle)
-    if follow_hints and any(bundle.full_precision for bundle in bundles):
+    if settings.hints == "follow" and any(bundle.full_precision for bundle in bundles):
         return Products(False, reason="its producer marks it for products in full precision")
+    if min(module.in_features, module.out_features) < settings.least_features:
+        return Products(False, reason=_NARROW)
     if not kept:
         calibrated = any(INPUT_SCALE in bundle.sides for bundle in bundles)
         return Products(True, reason="its scale of activations was calibrated with other codes" if calibrated else "")

@@ -72,7 +72,7 @@ class ModuleChooser:
         saved: what a config.json says of layers that slipcast quantised.
         compute_dtype: torch's name of the engaged compute dtype.
         fp8: the engaged fp8 mode: ``off``, ``keep``, ``storage`` or ``compute``.
-        settings: for what happens in a quantised file to weights that are not, and whether hints are followed.
+        settings: for what happens in a quantised file to weights that are not, and for which layers multiply in float8.
     """
 
     match: Match
@@ -152,8 +152,7 @@ class ModuleChooser:
         marked = any(bundle.full_precision for bundle in bundles)
         if self.fp8 != "compute":
             return WeightChoice(codec.name, keep, reason, full_precision=marked)
-        follow = self.settings.hints == "follow"
-        products = choose_products(module, codec, bundles, self.match.header, kept=keep, follow_hints=follow)
+        products = choose_products(module, codec, bundles, self.match.header, kept=keep, settings=self.settings)
         return WeightChoice(codec.name, keep, "; ".join(filter(None, (reason, products.reason))), products, marked)
 
     def _lines(self, path: str, module: nn.Module, choice: WeightChoice | None) -> Iterator[Module]:

@@ -201,6 +201,7 @@ class Request(_Frozen):
     fp8_weights: str
     fp8_remainder: str
     fp8_hints: str
+    fp8_least_features: int
     compile: str
     mmap: bool
     reader: str

@@ -201,6 +201,7 @@ def _request(settings: Settings) -> Request:
         fp8_weights=settings.fp8.weights,
         fp8_remainder=settings.fp8.remainder,
         fp8_hints=settings.fp8.hints,
+        fp8_least_features=settings.fp8.least_features,
         compile=settings.compile,
         mmap=settings.mmap,
         reader=settings.reader,

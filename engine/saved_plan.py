@@ -72,6 +72,7 @@ def _with_request(request: Request, settings: Settings) -> Settings:
                 "weights": request.fp8_weights,
                 "remainder": request.fp8_remainder,
                 "hints": request.fp8_hints,
+                "least_features": request.fp8_least_features,
             },
             "compile": request.compile,
             "mmap": request.mmap,

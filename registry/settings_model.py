@@ -54,6 +54,9 @@ class Fp8Settings(_Section):
     hints: Literal["follow", "ignore"]
     """Whether layers that a checkpoint's producer marks for full precision multiply in the compute dtype."""
 
+    least_features: int = Field(ge=0)
+    """Fewest inputs, and fewest outputs, of a layer that multiplies in float8. Narrower ones are faster in storage."""
+
 
 class CompanionSettings(_Section):
     """Where a pipeline's parts lie, by its own names. A bare word stands for the folder: `companions: FOLDER`."""

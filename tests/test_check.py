@@ -318,6 +318,14 @@ def test_fp8_compute_is_held_to_the_bound_as_well(tmp_path: Path, records: Recor
     assert (result.status, "compute" in result.detail) == ("ok", False)
 
 
+def test_a_small_model_in_which_no_layer_multiplies_in_float8(
+    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipcast.engine.fp8_products.compute_obstacle", lambda *_: "its sizes are odd")
+    result = _prove("forward", FILE, records)
+    assert (result.status, "no layer of the small model multiplies in float8" in result.detail) == ("failed", True)
+
+
 def test_a_family_that_stores_nothing_in_fp8(tmp_path: Path, records: Records) -> None:
     everything = (
         "layers, noise_refiner, context_refiner, siglip_refiner, siglip_embedder, all_x_embedder, all_final_layer"

@@ -18,6 +18,7 @@ from slipcast.engine.devices import resolve_device
 from slipcast.engine.plan import Plan
 from slipcast.registry.errors import PlanMismatchError, SettingsError
 from slipcast.registry.runtime import Compile
+from support.fp8_compute import fp8_of, multiplying
 from support.isolation import isolate
 from support.number_formats import relative_l2
 from support.tiny_z_image import tiny_tensors, write_native
@@ -145,9 +146,10 @@ def test_a_load_compiles_blocks_for_all_sizes(path: Path, monkeypatch: pytest.Mo
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     _with_backend(monkeypatch, counter)
-    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "fp8": fp8}
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "fp8": fp8_of(fp8)}
     plain = slipcast.load(path, **settings).model
     loaded = slipcast.load(path, compile="blocks", **settings)
+    assert bool(multiplying(loaded.report.plan)) is (fp8 == "compute")
     graphs = []
     for size in [(8, 8), (8, 8), (8, 12), (16, 10)]:
         assert relative_l2(_step(loaded.model, *size), _step(plain, *size)) < 1e-5

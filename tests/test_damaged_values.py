@@ -14,6 +14,7 @@ import slipcast
 from slipcast.registry.errors import QuantisationError
 from support.command_line import output_of, run
 from support.conversions import converted
+from support.fp8_compute import fp8_of
 from support.isolation import isolate
 from support.quantised_cases import CASES, draw_file
 from support.quantised_checkpoints import QuantisedFile
@@ -63,7 +64,7 @@ def test_a_scale_that_can_t_be_is_refused(tmp_path: Path, name: str, leaf: str, 
     tensor, scale = _side(file, leaf)
     scale.view(-1)[min(16, scale.numel() - 1)] = value
     path = _write(tmp_path, name, file)
-    attempts: list[dict[str, Any]] = [{}, {"fp8": "off"}, {"fp8": "compute", "mmap": False}]
+    attempts: list[dict[str, Any]] = [{}, {"fp8": "off"}, {"fp8": fp8_of("compute"), "mmap": False}]
     for settings in attempts:
         with pytest.raises(QuantisationError) as caught:
             slipcast.load(path, device="cpu", dtype="float32", **settings)

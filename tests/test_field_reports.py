@@ -18,6 +18,7 @@ from slipcast.engine.layers import QuantisedModule
 from slipcast.registry.errors import AccountingError, QuantisationError, UnsupportedFormatError
 from support.conversions import converted
 from support.fp8_checkpoints import in_model_names
+from support.fp8_compute import fp8_of
 from support.hinted_family import hinted_family
 from support.isolation import isolate
 from support.number_formats import relative_l2
@@ -196,7 +197,7 @@ def test_metadata_names_layers_as_the_file_does(tmp_path: Path) -> None:
         file.markers[layer]["full_precision_matrix_mult"] = True
     path = file.write(tmp_path / "m.safetensors", marked="metadata", prefix="model.diffusion_model.")
     assert slipcast.inspect(path).problems == ()
-    loaded = _load(path, fp8="compute")
+    loaded = _load(path, fp8=fp8_of("compute"))
     multiplying = {name for name, module in loaded.model.named_modules() if isinstance(module, Float8ComputeLinear)}
     stored = {name for name, module in loaded.model.named_modules() if isinstance(module, QuantisedModule)}
     hinted = {f"layers.0.attention.to_{letter}" for letter in "qkv"} | {"all_final_layer.2-1.linear"}
@@ -239,7 +240,7 @@ def test_scales_of_activations_that_mean_nothing(tmp_path: Path, value: float, u
     for layer in QUANTISED:
         file.native[f"{layer}.input_scale"] = torch.tensor(value)
     path = file.write(tmp_path / "m.safetensors", marked="metadata")
-    layer = _load(path, fp8="compute").model.get_submodule(LAYER)
+    layer = _load(path, fp8=fp8_of("compute")).model.get_submodule(LAYER)
     assert isinstance(layer, Float8ComputeLinear)
     assert (layer.input_scale is not None) is used
     inputs = torch.randn(5, 48)

@@ -12,8 +12,9 @@ from torch import nn
 
 import slipcast
 from slipcast.engine.layers import QuantisedModule
+from support.fp8_compute import fp8_of, multiplying
 from support.isolation import isolate
-from support.quantised_cases import CASES, CONFIGS, draw_file, is_close, promised_codecs
+from support.quantised_cases import CASES, CONFIGS, ROW, TENSOR, draw_file, is_close, promised_codecs
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +64,10 @@ def test_resident_bytes_are_predicted(tmp_path: Path, name: str, dtype: str) -> 
     path = draw_file(case, "uneven").write(tmp_path / "m.safetensors", marked=case.marked, extra=case.extra)
     for mode in ("auto", "off", "storage", "compute"):
         for remainder in ("keep", "quantise"):
-            settings = {"mode": mode, "remainder": remainder}
-            loaded = slipcast.load(path, device="cpu", dtype=dtype, fp8=settings)
+            loaded = slipcast.load(path, device="cpu", dtype=dtype, fp8=fp8_of(mode, remainder=remainder))
             _check_report(loaded)
+            if mode == "compute" and case.codec in (TENSOR, ROW):
+                assert multiplying(loaded.report.plan)
             resident = loaded.report.resident
             print(f"{name}, {dtype}, {mode}, {remainder}: {loaded.report.plan.bytes.resident} predicted, {resident}")
 

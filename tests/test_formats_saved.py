@@ -14,6 +14,7 @@ import slipcast
 from slipcast.engine.layers import QuantisedModule
 from slipcast.registry.errors import ConfigError, QuantisationError, UnsupportedFormatError
 from support.conversions import converted
+from support.fp8_compute import fp8_of
 from support.gguf_files import CROSSING, NARROW, write_gguf
 from support.hinted_family import hinted_family
 from support.isolation import isolate
@@ -128,8 +129,9 @@ def test_layers_marked_for_products_in_full_precision_stay_marked(tmp_path: Path
     planned = _planned_products(path)
     marked = {layer for layer, (_, precise, _) in planned.items() if precise}
     assert {"layers.0.attention.to_q", "all_final_layer.2-1.linear"} <= marked
+    assert any(products == "fp8" for products, _, _ in planned.values()) is (case.extra == {})
     assert all("full precision" in planned[layer][2] for layer in marked if "not a multiple" not in planned[layer][2])
-    for index, settings in enumerate(({}, {"fp8": "compute"}, {"fp8": {"mode": "compute", "hints": "ignore"}})):
+    for index, settings in enumerate(({}, {"fp8": fp8_of("compute")}, {"fp8": fp8_of("compute", hints="ignore")})):
         folder = tmp_path / f"saved{index}"
         loaded = slipcast.load(path, device="cpu", dtype="float32", **settings)
         copy.deepcopy(loaded.model).save_pretrained(folder)
@@ -145,14 +147,14 @@ def test_calibrated_scales_of_activations_are_saved_where_they_are_used(tmp_path
     path = draw_file(case, "uneven").write(tmp_path / "m.safetensors", marked=case.marked)
     scaling: dict[str, set[str | None]] = {}
     for mode in ("compute", "storage"):
-        slipcast.load(path, device="cpu", dtype="float32", fp8=mode).model.save_pretrained(tmp_path / mode)
-        modules = slipcast.plan(tmp_path / mode, device="cpu", fp8="compute").modules
+        slipcast.load(path, device="cpu", dtype="float32", fp8=fp8_of(mode)).model.save_pretrained(tmp_path / mode)
+        modules = slipcast.plan(tmp_path / mode, device="cpu", fp8=fp8_of("compute")).modules
         scaling[mode] = {module.activation_scale for module in modules if module.products is not None}
     assert scaling == {"compute": {"static"}, "storage": {"row"}}
 
 
 def _planned_products(path: Path) -> dict[str, tuple[str | None, bool, str]]:
-    plan = slipcast.plan(path, device="cpu", fp8="compute")
+    plan = slipcast.plan(path, device="cpu", fp8=fp8_of("compute"))
     return {
         module.path: (module.products, module.full_precision, module.reason)
         for module in plan.modules

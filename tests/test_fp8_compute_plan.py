@@ -14,11 +14,14 @@ import slipcast
 from slipcast.engine.fp8_compute import Float8ComputeLinear
 from slipcast.engine.layers import QuantisedLinear
 from support.fp8_checkpoints import QUANTISED, fp8_file
+from support.fp8_compute import fp8_of, multiplying
+from support.recorded import recorded, write_checkpoint
 from support.tiny_z_image import tiny_tensors, write_native
 
 QKV, OUT = "layers.0.attention.qkv", "layers.0.attention.out"
 MODEL_QKV = [f"layers.0.attention.{name}" for name in ("to_q", "to_k", "to_v")]
 MODEL_OUT = "layers.0.attention.to_out.0"
+NARROW = "narrower than fp8.least_features: quantising its input would cost more than the product saves"
 
 
 def modules_of(plan):
@@ -33,24 +36,23 @@ def with_input_scale(tmp_path: Path, value: float, dtype: torch.dtype = torch.fl
 
 def test_a_plain_file_is_quantised_and_multiplied(tmp_path: Path) -> None:
     path = write_native(tmp_path / "m.safetensors", tiny_tensors())
-    loaded = slipcast.load(path, device="cpu", fp8="compute")
+    loaded = slipcast.load(path, device="cpu", fp8=fp8_of("compute"))
     plan = loaded.report.plan
     assert plan.settings["fp8"].engaged == "compute"
     assert "emulated" in plan.settings["fp8"].reason
     assert loaded.report.differences == ()
-    multiplying = {path for path, module in modules_of(plan).items() if module.products == "fp8"}
-    assert multiplying == {path for path, m in loaded.model.named_modules() if isinstance(m, Float8ComputeLinear)}
-    assert set(MODEL_QKV) | {MODEL_OUT} <= multiplying
+    assert multiplying(plan) == {path for path, m in loaded.model.named_modules() if isinstance(m, Float8ComputeLinear)}
+    assert set(MODEL_QKV) | {MODEL_OUT} <= multiplying(plan)
     refused = {m.path: m.reason for m in plan.modules if m.codec is not None and m.products is None}
     assert refused
     assert all("not a multiple of 16" in reason for reason in refused.values())
     assert all(type(loaded.model.get_submodule(path)) is QuantisedLinear for path in refused)
-    assert f"{len(multiplying)} multiply in fp8" in loaded.report.summary()
+    assert f"{len(multiplying(plan))} multiply in fp8" in loaded.report.summary()
 
 
 def test_scaled_codes_are_kept_and_multiplied(tmp_path: Path) -> None:
     file = fp8_file(tiny_tensors(), QUANTISED)
-    loaded = slipcast.load(file.write(tmp_path / "m.safetensors"), device="cpu", fp8="compute")
+    loaded = slipcast.load(file.write(tmp_path / "m.safetensors"), device="cpu", fp8=fp8_of("compute"))
     codes = file.expected_codes()
     for path in [*MODEL_QKV, MODEL_OUT]:
         layer = loaded.model.get_submodule(path)
@@ -64,7 +66,7 @@ def test_scaled_codes_are_kept_and_multiplied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_a_calibrated_scale_of_activations_is_taken(tmp_path: Path, dtype: torch.dtype, shape) -> None:
     path = with_input_scale(tmp_path, 0.03125, dtype, shape)
-    loaded = slipcast.load(path, device="cpu", fp8="compute")
+    loaded = slipcast.load(path, device="cpu", fp8=fp8_of("compute"))
     for name in MODEL_QKV:
         scale = loaded.model.get_submodule(name).input_scale
         assert scale.dtype == torch.float32
@@ -88,7 +90,7 @@ def test_a_calibrated_scale_of_activations_is_taken(tmp_path: Path, dtype: torch
     ],
 )
 def test_a_scale_of_activations_that_can_t_be_used_is_not_taken(tmp_path: Path, value: float, reason: str) -> None:
-    loaded = slipcast.load(with_input_scale(tmp_path, value), device="cpu", fp8="compute")
+    loaded = slipcast.load(with_input_scale(tmp_path, value), device="cpu", fp8=fp8_of("compute"))
     for name in MODEL_QKV:
         assert loaded.model.get_submodule(name).input_scale is None
         module = modules_of(loaded.report.plan)[name]
@@ -116,7 +118,7 @@ def test_in_storage_a_scale_of_activations_is_dropped_by_name(tmp_path: Path) ->
 )
 def test_what_is_wrong_with_a_scale_of_activations_is_said(tmp_path: Path, shape, dtype, odd: str, mode: str) -> None:
     path = with_input_scale(tmp_path, 0.0, dtype, shape)
-    plan = slipcast.load(path, device="cpu", fp8=mode).report.plan
+    plan = slipcast.load(path, device="cpu", fp8=fp8_of(mode)).report.plan
     assert odd in plan.dropped[f"{QKV}.input_scale"]
     for name in MODEL_QKV:
         assert (odd in modules_of(plan)[name].reason) is (mode == "compute")
@@ -126,7 +128,7 @@ def test_what_is_wrong_with_a_scale_of_activations_is_said(tmp_path: Path, shape
 def test_a_calibrated_scale_of_a_layer_that_does_not_multiply_in_float8_is_dropped_with_the_reason(tmp_path: Path):
     file = fp8_file(tiny_tensors(), QUANTISED)
     file.native |= {f"{QKV}.input_scale": torch.tensor(0.5), "scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}
-    plan = slipcast.plan(file.write(tmp_path / "m.safetensors"), device="cpu", fp8="compute")
+    plan = slipcast.plan(file.write(tmp_path / "m.safetensors"), device="cpu", fp8=fp8_of("compute"))
     assert "its producer marks it for products in full precision" in plan.dropped[f"{QKV}.input_scale"]
 
 
@@ -136,7 +138,7 @@ def test_a_producer_s_hint_of_full_precision(tmp_path: Path, hints: str, engaged
     layers = {QKV: {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}, OUT: {"format": "float8_e4m3fn"}}
     metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
     path = file.write(tmp_path / "m.safetensors", metadata=metadata)
-    modules = modules_of(slipcast.plan(path, device="cpu", fp8={"mode": "compute", "hints": hints}))
+    modules = modules_of(slipcast.plan(path, device="cpu", fp8=fp8_of("compute", hints=hints)))
     assert {modules[name].products == "fp8" for name in MODEL_QKV} == {engaged}
     assert modules[MODEL_OUT].products == "fp8"
     assert ("full precision" in modules[MODEL_QKV[0]].reason) is not engaged
@@ -145,18 +147,54 @@ def test_a_producer_s_hint_of_full_precision(tmp_path: Path, hints: str, engaged
 @pytest.mark.parametrize(("remainder", "precision"), [("keep", "bfloat16"), ("quantise", "fp8")])
 def test_what_a_producer_left_unquantised(tmp_path: Path, remainder: str, precision: str) -> None:
     path = fp8_file(tiny_tensors(), [QKV]).write(tmp_path / "m.safetensors")
-    modules = modules_of(slipcast.plan(path, device="cpu", fp8={"mode": "compute", "remainder": remainder}))
+    modules = modules_of(slipcast.plan(path, device="cpu", fp8=fp8_of("compute", remainder=remainder)))
     assert modules[MODEL_QKV[0]].products == "fp8"
     assert modules[MODEL_OUT].precision == precision
 
 
+def test_layers_too_narrow_to_pay_stay_in_storage(tmp_path: Path) -> None:
+    """Of its inputs and of its outputs: of 16 to 64 and of 64 to 16 neither multiplies where 64 are asked for."""
+    path = write_native(tmp_path / "m.safetensors", tiny_tensors())
+    loaded = slipcast.load(path, device="cpu", fp8=fp8_of("compute"))
+    least = {path: min(loaded.model.get_submodule(path).weight.shape) for path in multiplying(loaded.report.plan)}
+    narrow = {path for path, features in least.items() if features < 64}
+    assert {path.partition(".")[0] for path in narrow} == {"all_x_embedder", "all_final_layer"}
+    plan = slipcast.plan(path, device="cpu", fp8={"mode": "compute", "least_features": 64})
+    assert plan.settings["fp8"].engaged == "compute"
+    assert multiplying(plan) == least.keys() - narrow
+    for path in narrow:
+        assert modules_of(plan)[path].codec == "float8_e4m3fn/row"
+        assert modules_of(plan)[path].reason == NARROW
+
+
+def test_where_all_layers_are_too_narrow_storage_is_engaged(tmp_path: Path) -> None:
+    path = with_input_scale(tmp_path, 0.25)
+    loaded = slipcast.load(path, device="cpu", fp8="compute")
+    plan = loaded.report.plan
+    assert plan.settings["fp8"].engaged == "storage"
+    assert NARROW in plan.settings["fp8"].reason
+    assert NARROW in plan.dropped[f"{QKV}.input_scale"]
+    assert not any(isinstance(layer, Float8ComputeLinear) for layer in loaded.model.modules())
+
+
+def test_of_a_model_of_full_width_the_wide_layers_multiply(tmp_path: Path) -> None:
+    path = write_checkpoint(recorded("z-image-turbo--comfy-bf16"), tmp_path / "m.safetensors", blocks=1)
+    plan = slipcast.plan(path, device="cuda:9.0,80GiB", fp8="compute")
+    assert plan.settings["fp8"].engaged == "compute"
+    block = {path.removeprefix("layers.0."): m for path, m in modules_of(plan).items() if path.startswith("layers.0.")}
+    quantised = {path for path, module in block.items() if module.codec is not None}
+    assert {path for path in quantised if block[path].products is None} == {"adaLN_modulation.0"}  # of 256 inputs
+    assert len(quantised) == 8
+    assert block["adaLN_modulation.0"].reason == NARROW
+
+
 def test_a_card_without_fp8_cores_gets_storage_and_says_why(tmp_path: Path) -> None:
     path = write_native(tmp_path / "m.safetensors", tiny_tensors())
-    ampere = slipcast.plan(path, device="cuda:8.6,12GiB", fp8="compute")
+    ampere = slipcast.plan(path, device="cuda:8.6,12GiB", fp8=fp8_of("compute"))
     assert ampere.settings["fp8"].engaged == "storage"
     assert "does not multiply in float8" in ampere.settings["fp8"].reason
     assert all(module.products is None for module in ampere.modules)
-    ada = slipcast.plan(path, device="cuda:8.9,24GiB", fp8="compute")
+    ada = slipcast.plan(path, device="cuda:8.9,24GiB", fp8=fp8_of("compute"))
     assert ada.settings["fp8"].engaged == "compute"
 
 
@@ -172,7 +210,9 @@ def other_family(tmp_path: Path, **lines: str) -> dict[str, object]:
 
 def test_a_family_may_want_one_scale_for_an_input(tmp_path: Path) -> None:
     path = write_native(tmp_path / "m.safetensors", tiny_tensors())
-    loaded = slipcast.load(path, device="cpu", fp8="compute", **other_family(tmp_path, activation_scale="tensor"))
+    loaded = slipcast.load(
+        path, device="cpu", fp8=fp8_of("compute"), **other_family(tmp_path, activation_scale="tensor")
+    )
     assert modules_of(loaded.report.plan)[MODEL_OUT].activation_scale == "tensor"
     layer = loaded.model.get_submodule(MODEL_OUT)
     rows = torch.randn(3, layer.in_features).mul(torch.tensor([[1.0], [100.0], [1.0]])).to(layer.compute_dtype)
@@ -189,14 +229,16 @@ def test_a_family_may_want_one_scale_for_an_input(tmp_path: Path) -> None:
 )
 def test_a_family_that_can_t(tmp_path: Path, support: str, engaged: str, why: str) -> None:
     path = write_native(tmp_path / "m.safetensors", tiny_tensors())
-    plan = slipcast.plan(path, device="cpu", fp8="compute", **other_family(tmp_path, compute=support))
+    plan = slipcast.plan(path, device="cpu", fp8=fp8_of("compute"), **other_family(tmp_path, compute=support))
     assert plan.settings["fp8"].engaged == engaged
     assert why in plan.settings["fp8"].reason
 
 
 def test_a_saved_plan_of_compute_is_executed_as_it_stands(tmp_path: Path) -> None:
     path = with_input_scale(tmp_path, 0.25)
-    plan = slipcast.Plan.from_json(json.loads(json.dumps(slipcast.plan(path, device="cpu", fp8="compute").to_json())))
+    plan = slipcast.Plan.from_json(
+        json.loads(json.dumps(slipcast.plan(path, device="cpu", fp8=fp8_of("compute")).to_json()))
+    )
     loaded = slipcast.load(path, plan=plan)
     assert Counter(type(m).__name__ for m in loaded.model.modules())["Float8ComputeLinear"] > 10
     assert loaded.report.differences == ()

@@ -11,6 +11,7 @@ from torch import nn
 import slipcast
 from slipcast.demo.recognise import count_recognised, train_recogniser
 from slipcast.demo.sampling import draw_noise, load_captions, sample
+from support.fp8_compute import fp8_of, multiplying
 from support.isolation import isolate
 from support.number_formats import relative_l2
 
@@ -28,7 +29,9 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def loaded(device: str, fp8: str) -> nn.Module:
-    return slipcast.load(DEMO / "digits.safetensors", device=device, dtype="bfloat16", fp8=fp8).model
+    result = slipcast.load(DEMO / "digits.safetensors", device=device, dtype="bfloat16", fp8=fp8_of(fp8))
+    assert bool(multiplying(result.report.plan)) is (fp8 == "compute")
+    return result.model
 
 
 def forward(model: nn.Module, device: str) -> torch.Tensor:

@@ -17,6 +17,7 @@ import slipcast
 from slipcast.engine import chunks
 from support.convolutions import ACE, ACE_CONFIG
 from support.fp8_checkpoints import KEPT, QUANTISED, Fp8File, Scaled, decoded, fp8_file
+from support.fp8_compute import fp8_of, multiplying
 from support.isolation import isolate
 from support.number_formats import bytes_of, relative_l2
 from support.tiny_z_image import Tensors, tiny_tensors
@@ -249,7 +250,7 @@ def test_codes_that_no_layer_keeps_are_quantised_anew_on_request(
     how, reason = FOLDED[kind]
     file = fp8_file(tensors, (*QUANTISED, *KEPT), how)
     file.native[f"{QUANTISED[0]}.input_scale"] = torch.tensor(0.5)
-    loaded = _load(file, tmp_path, fp8={"mode": mode, "remainder": "quantise"}, mmap=rows is None)
+    loaded = _load(file, tmp_path, fp8=fp8_of(mode, remainder="quantise"), mmap=rows is None)
     plan = loaded.report.plan
     assert plan.settings["fp8"].engaged == ("compute" if mode == "compute" else "storage")
     assert loaded.report.resident == plan.bytes.resident
@@ -266,8 +267,7 @@ def test_codes_that_no_layer_keeps_are_quantised_anew_on_request(
         assert relative_l2(loaded.model.get_submodule(layer).weight, values[f"{layer}.weight"]) <= 1e-6
     why = plan.dropped[f"{QUANTISED[0]}.input_scale"]
     assert ("was calibrated with other codes" if mode == "compute" else "in the compute dtype") in why
-    products = {module.path for module in plan.modules if module.products is not None}
-    assert bool(products) is (mode == "compute")
+    assert bool(multiplying(plan)) is (mode == "compute")
 
 
 def test_codes_on_a_convolution_are_quantised_anew_on_request(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from slipcast.demo.recognise import count_recognised, train_recogniser
 from slipcast.demo.run import CAPTIONS_FILE, CHECKPOINT, SAMPLES
 from slipcast.demo.sampling import STEPS, load_captions, sample
 from support.conversions import converted
+from support.fp8_compute import fp8_of, multiplying
 from support.isolation import isolate
 
 FEWER = {"nvfp4": 6}
@@ -29,6 +30,7 @@ def _recognised(path: Path, **settings: str) -> int:
     """How many digits of 200 are recognised that a checkpoint draws from the noise of seed 0."""
     loaded = slipcast.load(path, **settings)
     assert loaded.report.differences == ()
+    assert bool(multiplying(loaded.report.plan)) is ("fp8" in settings)
     digits = tuple(index % 10 for index in range(SAMPLES))
     dtype = slipcast.compute_dtype(loaded.model)
     with torch.no_grad():
@@ -53,6 +55,6 @@ def test_digits_are_recognised(tmp_path: Path, unquantised: int, format_: str) -
 
 def test_digits_are_recognised_in_fp8_compute(unquantised: int) -> None:
     """On a processor its numbers are emulated."""
-    recognised = _recognised(CHECKPOINT, fp8="compute")
+    recognised = _recognised(CHECKPOINT, fp8=fp8_of("compute"))
     print(f"fp8 compute: {recognised} of {SAMPLES}, unquantised {unquantised}")
     assert recognised >= unquantised - 2

@@ -231,8 +231,10 @@ def test_folders_are_relative_to_what_names_them(machine: Machine, monkeypatch: 
 @pytest.mark.parametrize(
     ("text", "line", "field_", "found", "expected", "hint"),
     [
-        ("device: cpu\ndevise: cpu\n", 2, "devise", "unknown field 'devise'", "chunk_mib, companions, compile,", "'device'?"),
-        ("fp8:\n  mod: off\n", 2, "fp8.mod", "unknown field 'mod' in fp8", "one of hints, mode, remainder", "'mode'?"),
+        ("device: cpu\ndevise: cpu\n", 2, "devise", "unknown field 'devise'", "chunk_mib, companions, compile,",
+         "'device'?"),
+        ("fp8:\n  mod: off\n", 2, "fp8.mod", "unknown field 'mod' in fp8", "one of hints, least_features, mode",
+         "'mode'?"),
         ("fp8: stroage\n", 1, "fp8.mode", "fp8.mode is 'stroage'", "one of auto, off, storage, compute", "'storage'"),
         ("fp8: false\n", 1, "fp8.mode", "fp8.mode is false", "one of auto, off,", "write one of these"),
         ("\nfp8.mode: off\n", 2, "fp8.mode", "the name 'fp8.mode' in a file", "as in 'fp8: {mode: ...}'", "nest it"),

@@ -21,6 +21,7 @@ from slipcast.engine.check.small_model import (
 from slipcast.engine.check.subject import Subject
 from slipcast.engine.check.value_proofs import differing, no_small_model, refuted_by
 from slipcast.engine.compute_dtype import compute_dtype
+from slipcast.engine.fp8_compute import Float8ComputeLinear
 from slipcast.engine.loader import execute
 from slipcast.engine.planner import make_plan
 from slipcast.registry.errors import SlipcastError
@@ -85,6 +86,13 @@ def _fp8_error(subject: Subject, files: SmallFiles, expected: torch.Tensor, mode
             "no weight of the small model is stored in fp8",
             expected=f"fp8 {mode}, which the file says is supported",
             hint="correct precision.keep, or say why it is not_applicable",
+            where=where,
+        )
+    if mode == "compute" and not any(isinstance(layer, Float8ComputeLinear) for layer in model.modules()):
+        raise subject.refuted(
+            "no layer of the small model multiplies in float8",
+            expected="fp8 compute, which the file says is supported",
+            hint="give tiny sizes that are multiples of 16, or say why compute is not_applicable",
             where=where,
         )
     if error > tiny.fp8_error:
@@ -173,7 +181,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _load(subject: Subject, files: SmallFiles, fp8: str, *, dtype: str = "float32") -> nn.Module:
     """Load the native file through a plan, whatever the user's settings are."""
-    call = {"device": "cpu", "dtype": dtype, "fp8": fp8}
+    call = {"device": "cpu", "dtype": dtype, "fp8": {"mode": fp8, "least_features": 0}}
     nowhere = subject.scratch
     settings = resolve_settings(call, environ={}, cwd=nowhere, user_folder=nowhere).values
     return execute(make_plan(files.match, settings), files.match.header)[0]

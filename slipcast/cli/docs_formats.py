@@ -79,8 +79,8 @@ def plan_all() -> dict[tuple[str, str, str], Outcome]:
 
 
 def _settings(nowhere: Path, device: str, mode: str) -> Settings:
-    """The defaults and these, whatever the user's own settings are."""
-    call = {"device": device, "dtype": _COMPUTE_DTYPE, "fp8": mode}
+    """The defaults and these, whatever the user's own settings are; products in float8 in narrow layers too."""
+    call = {"device": device, "dtype": _COMPUTE_DTYPE, "fp8": {"mode": mode, "least_features": 0}}
     return resolve_settings(call, environ={}, cwd=nowhere, user_folder=nowhere).values
 
 

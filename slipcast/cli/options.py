@@ -65,8 +65,8 @@ def device_option(function: Function) -> Function:
 def planned_device_option(function: Function) -> Function:
     """``--device`` of commands that only plan, given as ``device``: it may be a card that is not there."""
     help_ = (
-        "Where the model would go: auto, cpu, cuda, cuda:N, xpu, mps, or a card that is not there by its compute capability and "
-        "memory, as cuda:8.6,12GiB. Short for --set device=DEVICE."
+        "Where the model would go: auto, cpu, cuda, cuda:N, xpu, mps, or a card that is not there by its compute "
+        "capability and memory, as cuda:8.6,12GiB. Short for --set device=DEVICE."
     )
     return click.option("--device", metavar="DEVICE", help=help_)(function)
 

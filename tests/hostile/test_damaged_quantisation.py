@@ -15,6 +15,7 @@ import slipcast
 from slipcast.engine.layers import QuantisedModule
 from slipcast.registry.errors import SlipcastError
 from support.conversions import converted
+from support.fp8_compute import fp8_of
 from support.isolation import isolate
 from support.quantised_cases import CASES, draw_file, is_close
 from support.quantised_checkpoints import QuantisedFile
@@ -79,7 +80,7 @@ def test_whatever_is_damaged(tmp_path: Path, name: str, data: st.DataObject) -> 
     for attempt in (
         lambda: slipcast.inspect(path),
         lambda: slipcast.load(path, device="cpu", dtype="float32", fp8="auto"),
-        lambda: slipcast.load(path, device="cpu", dtype="float32", fp8={"mode": "compute", "remainder": "quantise"}),
+        lambda: slipcast.load(path, device="cpu", dtype="float32", fp8=fp8_of("compute", remainder="quantise")),
         lambda: converted(path, tmp_path / "out.safetensors", format="bf16", overwrite=True),
         lambda: converted(path, tmp_path / "other.safetensors", "diffusers", overwrite=True),
     ):
