@@ -17,7 +17,7 @@ from slipcast.registry.settings import Settings
 _MOST_THREADS = 8
 """More cores than this wait for memory."""
 _CHUNK_MIB, _DEVICE_CHUNK_MIB = 6, 32
-_AHEAD_MIB = {"prefetch": 640, "slabs": 192}
+_PREFETCH_MIB = 640
 _PREFETCH_WINDOWS = 4
 """Windows under way at a time: while one is cast the others are read."""
 _SLABS_PER_THREAD = 1.5
@@ -56,7 +56,7 @@ class Reading:
     @property
     def windows(self) -> int:
         """How many windows are under way at a time."""
-        return _PREFETCH_WINDOWS if self.prefetch else int(self.threads * _SLABS_PER_THREAD) + 1
+        return _PREFETCH_WINDOWS if self.prefetch else _slabs(self.threads)
 
     @property
     def window_bytes(self) -> int:
@@ -67,14 +67,15 @@ class Reading:
 def decide_reading(settings: Settings, device: Device, header: Header) -> dict[str, Decision]:
     """Decide what makes up a ``Reading``. What has no bearing on the CPU is there only if it was asked for."""
     reader = decide_reader(settings.reader, device, header)
-    ahead = decide_ahead(settings.ahead_mib, reader)
+    threads, chunk = decide_threads(settings.threads), decide_chunk(settings.chunk_mib, device)
+    ahead = decide_ahead(settings.ahead_mib, reader, int(threads.engaged), int(chunk.engaged))
     on_the_way = {"reader": reader, "ahead_mib": ahead}
     if device.kind == "cpu":
         on_the_way = {name: decision for name, decision in on_the_way.items() if decision.requested != "auto"}
     return {
         "mmap": decide_mmap(settings.mmap, device),
-        "threads": decide_threads(settings.threads),
-        "chunk_mib": decide_chunk(settings.chunk_mib, device),
+        "threads": threads,
+        "chunk_mib": chunk,
         **on_the_way,
     }
 
@@ -142,12 +143,21 @@ def decide_chunk(requested: int | None, device: Device) -> Decision:
     return Decision(requested="auto", engaged=str(_DEVICE_CHUNK_MIB), reason=reason)
 
 
-def decide_ahead(requested: int | None, reader: Decision) -> Decision:
-    """How many MiB of the file are under way to a GPU at a time. Engaged is a number, 0 on the CPU."""
+def decide_ahead(requested: int | None, reader: Decision, threads: int, chunk_mib: int) -> Decision:
+    """How many MiB of the file are under way to a GPU at a time. Engaged is a number, 0 on the CPU.
+
+    Of slabs each must hold a chunk, whatever its dtype: what does not fit is read by the thread that casts, alone.
+    """
     asked = "auto" if requested is None else str(requested)
-    if reader.engaged not in _AHEAD_MIB:
+    if reader.engaged not in ("prefetch", "slabs"):
         return Decision(requested=asked, engaged="0", reason="nothing is read ahead for the CPU")
     if requested is not None:
         return Decision(requested=asked, engaged=asked, reason="as requested")
-    engaged = str(_AHEAD_MIB[reader.engaged])
-    return Decision(requested=asked, engaged=engaged, reason=f"enough to keep {reader.engaged} busy")
+    if reader.engaged == "prefetch":
+        return Decision(requested=asked, engaged=str(_PREFETCH_MIB), reason="enough to keep prefetch busy")
+    slabs = _slabs(threads)
+    return Decision(requested=asked, engaged=str(slabs * chunk_mib), reason=f"{slabs} slabs that hold a chunk each")
+
+
+def _slabs(threads: int) -> int:
+    return int(threads * _SLABS_PER_THREAD) + 1

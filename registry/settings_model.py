@@ -178,7 +178,7 @@ class Settings(_Section):
 
     ahead_mib: int | None = Field(ge=1)
     """Most MiB of the file that lie on a GPU beside the result while they are read ahead and cast; null: 640 with
-    prefetch, 192 with slabs."""
+    prefetch, with slabs a chunk for each."""
 
     header_limit_mib: int = Field(ge=1)
     """Largest header in MiB that is read from a file."""
