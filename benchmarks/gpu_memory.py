@@ -104,9 +104,10 @@ def _tier(
         plan = make_pipeline_plan(path, settings, ImageSize(min(options.pictures), min(options.pictures)))
     pipe = assemble(plan)
     seconds = perf_counter() - began
+    pipe.set_progress_bar_config(disable=True)
+    _latents(pipe, min(options.pictures), 1)  # before, tensors are not yet the pinned ones that streaming copies from
     for number, role in enumerate(plan.policies.memory.placements):
         _randomise(pipe.components[role], seed=number)
-    pipe.set_progress_bar_config(disable=True)
     held = torch.cuda.memory_allocated() - base
     _latents(pipe, min(options.pictures), 2)
     sizes = {side: _size(pipe, side, options.steps, base, expected) for side in options.pictures}
