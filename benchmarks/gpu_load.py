@@ -5,9 +5,9 @@
     python benchmarks/gpu.py load --sweep prefetch               # other windows and threads, in one warm process
 
 Two files are written first: one in bf16 and one of scaled fp8 codes, after recorded headers and with random values.
-Each run is a process of its own, in turn; those of a round wait ready. Its clock starts when everything is imported, the
-GPU has been used once and the file lies in the page cache, and stops when the GPU has nothing left to do. What is planned
-and identified counts.
+Each run is a process of its own, in turn; those of a round wait ready. Its clock starts when everything is imported,
+the GPU has been used once and the file lies in the page cache, and stops when the GPU has nothing left to do. What is
+planned and identified counts.
 Device memory is what the driver says is taken, sampled, above that at the start: all allocators count, and what they
 round up. Ratios are of medians.
 """

@@ -216,7 +216,6 @@ def _folder(tmp_path: Path, tensors: Tensors, change: Callable[[dict[str, Any]],
     [
         ("n_layers", 4, "n_layers: config.json says 4, the tensors show 3"),
         ("dim", 128, "dim: config.json says 128, the tensors show 64"),
-        ("cap_feat_dim", None, "cap_feat_dim: config.json says None, the tensors show 24"),
         ("siglip_feat_dim", 16, "siglip_feat_dim: config.json says 16, the tensors show None"),
     ],
 )
@@ -240,6 +239,8 @@ def test_a_config_that_no_single_tensor_contradicts_is_refused_by_the_model(tmp_
     assert "of another shape" in caught.value.found
     with pytest.raises(ConfigError, match="refuses its configuration"):
         slipcast.plan(_folder(tmp_path, tensors, lambda config: config.update(axes_dims=[1, 2, 3])), device="cpu")
+    with pytest.raises(ConfigError, match="refuses its configuration"):  # null leaves a value to the class
+        slipcast.plan(_folder(tmp_path, tensors, lambda config: config.update(cap_feat_dim=None)), device="cpu")
 
 
 def test_a_config_of_another_class(tmp_path: Path, tensors: Tensors) -> None:

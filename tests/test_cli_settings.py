@@ -62,7 +62,7 @@ def test_one_setting_explained(folder, layered):
 
 def test_a_section_explained(layered):
     keys = list(json_of("settings", "--explain", "fp8")["settings"])
-    assert keys[:2] == ["fp8.mode", "fp8.remainder"]
+    assert keys[:2] == ["fp8.mode", "fp8.weights"]
     assert keys == [name for name in setting_names() if name.startswith("fp8.")]
 
 

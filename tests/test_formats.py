@@ -64,7 +64,8 @@ def test_resident_bytes_are_predicted(tmp_path: Path, name: str, dtype: str) -> 
     path = draw_file(case, "uneven").write(tmp_path / "m.safetensors", marked=case.marked, extra=case.extra)
     for mode in ("auto", "off", "storage", "compute"):
         for remainder in ("keep", "quantise"):
-            loaded = slipcast.load(path, device="cpu", dtype=dtype, fp8=fp8_of(mode, remainder=remainder))
+            settings = fp8_of(mode, remainder=remainder, hints="ignore")  # one case is marked for full precision
+            loaded = slipcast.load(path, device="cpu", dtype=dtype, fp8=settings)
             _check_report(loaded)
             if mode == "compute" and case.codec in (TENSOR, ROW):
                 assert multiplying(loaded.report.plan)
