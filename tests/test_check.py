@@ -82,8 +82,8 @@ BROKEN = [
     ("class", ".ZImageTransformer2DModel", ".NoSuchModel", "model", "the model class 'diffusers.NoSuchModel'"),
     (
         "class",
-        "    n_heads: 2",
-        "    n_heads: 3",
+        " n_heads: 2",
+        " n_heads: 3",
         "tiny.config",
         "the small model: diffusers.ZImageTr",
     ),
@@ -124,8 +124,8 @@ BROKEN = [
     ("patterns", "{shift: 3.0}", "{shft: 3.0}", "variants.turbo.sampling.scheduler.shft", "'shft' hits"),
     (
         "patterns",
-        "  size_multiple: 16\n",
-        "  size_multiple: 16\n  denoiser: unet\n",
+        "size_multiple: 16}",
+        "size_multiple: 16, denoiser: unet}",
         "sampling.denoiser",
         "'unet' hits",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -46,3 +47,10 @@ def test_with_the_same_layers_kept_as_much_is_predicted_as_others_measured(
 ) -> None:
     predicted = predicted_without_scales(records, size["header"], size["keep"]) / 2**20
     assert abs(predicted / size["mib"] - 1) < 0.01
+
+
+def test_a_denoisers_family_file_is_short() -> None:
+    """Whoever adds a family reads one first, and then writes one."""
+    files = list((Path(__file__).parents[1] / "families").glob("*.yaml"))
+    assert len(files) > 30
+    assert median(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 90
