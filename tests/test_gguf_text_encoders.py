@@ -52,7 +52,7 @@ def gguf() -> ModuleType:
 def _values(family: str) -> Tensors:
     described = load_catalogue()[family]
     assert described.tiny is not None
-    return random_values(build(described, described.tiny.config))
+    return random_values(build(described.model, described.tiny.config))
 
 
 def _as_llama_cpp(name: str, tensor: torch.Tensor, architecture: str) -> torch.Tensor:
