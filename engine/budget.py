@@ -14,7 +14,7 @@ from slipcast.engine.precision import family_obstacle
 from slipcast.engine.prefetch import HOST_BYTES
 from slipcast.engine.reading import Reading
 from slipcast.engine.steps import spans, steps
-from slipcast.engine.windows import most_under_way, windows
+from slipcast.engine.windows import left_out, most_under_way, windows
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match
 from slipcast.registry.settings import Settings
@@ -61,12 +61,14 @@ def _way_to_a_device(targets: Sequence[Target], match: Match, reading: Reading) 
     """Bytes of what is on its way, on the device and in page-locked memory."""
     weights = match.everything.weights
     taken = list(steps(targets, weights, reading.chunk_mib))
-    cut = list(windows(taken, weights, reading.window_bytes, strict=not reading.prefetch))
-    alone = max((side_bytes(target, weights) for target in targets), default=0)
+    cut = list(windows(taken, weights, reading.window_bytes, prefetch=reading.prefetch))
+    sides = (side_bytes(target, weights) for target in targets)
+    size = reading.window_bytes
+    left = (span for step in taken for span in spans(step, weights))
+    odd = (span.nbytes for span in left if left_out(span, weights, size, prefetch=reading.prefetch))
+    alone = max((*sides, *odd), default=0)
     if reading.prefetch:
         return most_under_way(cut, reading.windows) + alone, HOST_BYTES + alone
-    large = (span.nbytes for step in taken for span in spans(step, weights) if span.nbytes > reading.window_bytes)
-    alone = max((alone, *large))
     slabs = min(reading.windows, len(cut)) * max((window.nbytes for window in cut), default=0)
     return slabs + alone, slabs + alone
 

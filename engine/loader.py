@@ -177,7 +177,7 @@ def _open(plan: Plan, header: Header, bundles: Mapping[str, Bundle], reading: Re
         return open_reader(header, mmap=reading.mapped)
     device = torch.device(plan.device)
     taken = steps(plan.targets, bundles, reading.chunk_mib)
-    cut = list(windows(taken, bundles, reading.window_bytes, strict=not reading.prefetch))
+    cut = list(windows(taken, bundles, reading.window_bytes, prefetch=reading.prefetch))
     pinned = device.type == "cuda" and not reading.prefetch
     fetcher = _fetcher(header, bundles, device, reading, cut)
     return WindowReader(header, bundles, fetcher, cut, under_way=reading.windows, pinned=pinned)

@@ -20,6 +20,8 @@ _CHUNK_MIB, _DEVICE_CHUNK_MIB = 6, 32
 _PREFETCH_MIB = 640
 _PREFETCH_WINDOWS = 4
 """Windows under way at a time: while one is cast the others are read."""
+_FEW = 20
+"""Up to a twentieth of a file may be what prefetch refuses: the thread that casts reads it."""
 _SLABS_PER_THREAD = 1.5
 """While each thread fills one, some are copied and cast."""
 
@@ -114,8 +116,10 @@ def _obstacle_in(header: Header) -> str | None:
     """Why the files can't be prefetched, as a clause."""
     if header.container == "gguf":
         return "safetensors reads no GGUF"
-    odd = [tensor.name for tensor in header.tensors.values() if not is_aligned(tensor)]
-    return f"{odd[0]} begins at no whole item, or is of a dtype that torch has not" if odd else None
+    odd = [tensor for tensor in header.tensors.values() if not is_aligned(tensor)]
+    if sum(tensor.nbytes for tensor in odd) * _FEW <= header.nbytes:
+        return None
+    return f"too much, such as {odd[0].name}, begins at no whole item, or is of a dtype that torch has not"
 
 
 def decide_threads(requested: int | None) -> Decision:

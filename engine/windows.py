@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from slipcast.engine.reader import is_aligned
 from slipcast.engine.steps import Span, Step, spans
 from slipcast.registry.quantisation import Bundle
 
@@ -30,20 +31,19 @@ class Window:
         return _nbytes(self.spans)
 
 
-def windows(taken: Iterable[Step], bundles: Mapping[str, Bundle], size: int, *, strict: bool) -> Iterator[Window]:
+def windows(taken: Iterable[Step], bundles: Mapping[str, Bundle], size: int, *, prefetch: bool) -> Iterator[Window]:
     """Windows of ``size`` bytes at most.
 
     Args:
         taken: the steps of a load, in order.
         bundles: the file's weights.
-        size: in bytes.
-        strict: leave what a single step needs beyond that out of the window, to be read when the step is done; else
-            the window is larger.
+        size: in bytes; of prefetch a window is larger where a single step needs more.
+        prefetch: whether safetensors' prefetch reads them, else slabs. See ``left_out``.
     """
     gathered: list[Step] = []
     covered: dict[str, Span] = {}
     for step in taken:
-        needed = [span for span in spans(step, bundles) if not strict or span.nbytes <= size]
+        needed = [span for span in spans(step, bundles) if not left_out(span, bundles, size, prefetch=prefetch)]
         wider = _widened(covered, needed)
         if gathered and _nbytes(wider.values()) > size:
             yield Window(tuple(gathered), tuple(covered.values()))
@@ -52,6 +52,11 @@ def windows(taken: Iterable[Step], bundles: Mapping[str, Bundle], size: int, *, 
         covered = wider
     if gathered:
         yield Window(tuple(gathered), tuple(covered.values()))
+
+
+def left_out(span: Span, bundles: Mapping[str, Bundle], size: int, *, prefetch: bool) -> bool:
+    """Whether a span is in no window, but read when its step is done: what no slab holds, and what prefetch refuses."""
+    return not is_aligned(bundles[span.source].weight) if prefetch else span.nbytes > size
 
 
 def most_under_way(cut: Sequence[Window], count: int) -> int:
