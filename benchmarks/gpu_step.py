@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import slipcast
 from slipcast.engine.codecs.catalogue import codec_named
+from slipcast.engine.compiled_blocks import CompiledBlocks, compile_blocks_
 from slipcast.engine.fp8_compute import enable_compute_
 from slipcast.engine.kernels import operators
 from slipcast.engine.layers import quantise_module_
@@ -77,8 +78,7 @@ def add_options(parser: Any) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contenders. One that fails is left out, and the reason kept."""
-    torch._dynamo.config.recompile_limit = 64
-    models = _models(options.layers, {CONTENDERS[name].weights for name in options.contenders} | {"bf16"})
+    models, blocks = _models(options.layers, {CONTENDERS[name].weights for name in options.contenders} | {"bf16"})
     inputs = {size: _inputs(models["bf16"].config, size) for size in _SIZES}
     found: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -87,8 +87,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for name in (BASELINE, *(name for name in options.contenders if name != BASELINE)):
         contender = CONTENDERS[name]
         try:
-            model = _compiled(models[contender.weights]) if contender.compiled else models[contender.weights]
+            model, compiled = models[contender.weights], None
+            if contender.compiled:
+                model = _with_same_tensors(model)
+                compiled = compile_blocks_(model, blocks, "blocks")
             found[name], outputs[name] = _first_forwards(contender, model, inputs)
+            _refuse_eager(compiled)
         except Exception as failure:
             failed[name] = f"{type(failure).__name__}: {failure}"
             print(f"{name} failed: {failed[name][:500]}", file=sys.stderr)
@@ -136,6 +140,13 @@ def _first_forwards(
     return found, output
 
 
+def _refuse_eager(compiled: CompiledBlocks | None) -> None:
+    """What could not be compiled runs all the same, but not under this name."""
+    reasons = [status.reason for status in compiled.status.values() if status.reason] if compiled else []
+    if reasons:
+        raise RuntimeError("; ".join(reasons))
+
+
 def _graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
@@ -164,8 +175,8 @@ def _inputs(config: Any, size: tuple[int, int]) -> dict[str, Any]:
     return {"x": [latents], "t": time, "cap_feats": [draw(_TOKENS, config.cap_feat_dim)]}
 
 
-def _models(layers: int | None, wanted: set[str]) -> dict[str, Any]:
-    """The model by how its weights are kept."""
+def _models(layers: int | None, wanted: set[str]) -> tuple[dict[str, Any], Sequence[str]]:
+    """The model by how its weights are kept, and which blocks are compiled."""
     sys.path.insert(0, str(ROOT / "tests"))
     from support.recorded import recorded, write_checkpoint
 
@@ -178,7 +189,8 @@ def _models(layers: int | None, wanted: set[str]) -> dict[str, Any]:
             models["layerwise"].enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)
         for fp8 in {"storage", "compute"} & wanted:
             models[fp8] = _quantised(copy.deepcopy(models["bf16"]), path, fp8)
-    return models
+        blocks = slipcast.plan(path, device="cuda", compile="blocks").compiled
+    return models, blocks
 
 
 def _random_model(path: Path, layers: int | None) -> Any:
@@ -215,12 +227,9 @@ def _quantised(model: Any, path: Path, fp8: str) -> Any:
     return mark_quantised_(model)
 
 
-def _compiled(model: Any) -> Any:
-    """The model with the same tensors, whose repeated blocks are compiled, each a graph without a break."""
-    tensors = [*model.parameters(), *model.buffers()]
-    shared = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    shared.compile_repeated_blocks(fullgraph=True, dynamic=True)
-    return shared
+def _with_same_tensors(model: Any) -> Any:
+    """Another model with the same tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def show(result: dict[str, Any]) -> None:

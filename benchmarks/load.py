@@ -19,12 +19,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 from measuring import (
     MIB,
     AnonymousPeak,
+    Clock,
     add_file_options,
     circumstances,
     full_size_file,
@@ -46,13 +46,11 @@ def run_slipcast(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
     model_class(path)
     device = Device(settings["device"])
-    with AnonymousPeak() as peak:
-        began = perf_counter()
+    with AnonymousPeak() as peak, Clock() as clock:
         loaded = slipcast.load(path, **settings)
         device.wait()
-        seconds = perf_counter() - began
     return {
-        "seconds": seconds,
+        **clock.read,
         "peak": peak.above,
         "device_peak": device.peak,
         "resident": count_bytes(loaded.model),
@@ -93,13 +91,11 @@ def run_safetensors(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     device = Device(settings["device"])
-    with AnonymousPeak() as peak:
-        began = perf_counter()
+    with AnonymousPeak() as peak, Clock() as clock:
         tensors = load_file(path, device=settings["device"])
         device.wait()
-        seconds = perf_counter() - began
     resident = sum(tensor.nbytes for tensor in tensors.values())
-    return {"seconds": seconds, "peak": peak.above, "device_peak": device.peak, "resident": resident}
+    return {**clock.read, "peak": peak.above, "device_peak": device.peak, "resident": resident}
 
 
 def run_diffusers(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -113,16 +109,14 @@ def run_diffusers(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         config = {**slipcast.inspect(path).config, "_class_name": kind.__name__}
         Path(folder, "config.json").write_text(json.dumps(config))
         device = Device(settings["device"])
-        with AnonymousPeak() as peak:
-            began = perf_counter()
+        with AnonymousPeak() as peak, Clock() as clock:
             model = kind.from_single_file(path, config=folder, torch_dtype=torch.bfloat16)
             if settings["fp8"] == "storage":
                 model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
             model.to(device.name)
             device.wait()
-            seconds = perf_counter() - began
     return {
-        "seconds": seconds,
+        **clock.read,
         "peak": peak.above,
         "device_peak": device.peak,
         "resident": count_bytes(model),
@@ -169,6 +163,8 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "seconds": median(run["seconds"] for run in runs),
         "all_seconds": [run["seconds"] for run in runs],
+        "user": median(run["user"] for run in runs),
+        "system": median(run["system"] for run in runs),
         "peak": max(run["peak"] for run in runs),
         "device_peak": max(peaks) if peaks else None,
         "resident": runs[0]["resident"],
@@ -190,6 +186,7 @@ def print_result(result: dict[str, Any]) -> None:
     rows = [
         ("seconds after imports, median", *(f"{one['seconds']:.2f}" for one in each)),
         ("seconds, all runs", *(" ".join(f"{run:.2f}" for run in one["all_seconds"]) for one in each)),
+        ("processor seconds, user and system, median", *(f"{one['user']:.2f} {one['system']:.2f}" for one in each)),
         ("times as long as slipcast", *(f"{one['seconds'] / each[0]['seconds']:.2f}" for one in each)),
         ("anonymous host memory, peak above imports, MiB", *(_mib(one["peak"]) for one in each)),
         ("device memory, peak, MiB", *(_mib(one["device_peak"]) for one in each)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from torch import nn
 
 from slipcast.engine.build import build_with_buffers
 from slipcast.engine.chunks import piece_rows, rows_of, share
+from slipcast.engine.codecs import native
 from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
+from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.computed_rows import undone
 from slipcast.engine.fetching import Fetcher, WindowReader
 from slipcast.engine.file_codec import part_tensors
@@ -24,7 +28,7 @@ from slipcast.engine.materialise import refuse_meta_tensors
 from slipcast.engine.plan import Piece, Plan, Target
 from slipcast.engine.prefetch import PrefetchFetcher
 from slipcast.engine.quantised_model import mark_quantised_
-from slipcast.engine.reader import Reader, open_reader, with_own_storage
+from slipcast.engine.reader import Reader, open_reader, torch_dtype, with_own_storage
 from slipcast.engine.reading import Reading
 from slipcast.engine.seen_values import SeenValues
 from slipcast.engine.slabs import SlabFetcher
@@ -163,12 +167,29 @@ def execute(
     try:
         if isinstance(work.reader, WindowReader):
             work.reader.start()
+        _prepare_encoding(work)
         work.model = _build(plan)  # while the first windows are being read
         for step in _read(work, reading):
             work.report(step)
         return _filled(plan, work.model, work.tensors, work.device), work.notes.sentences()
     finally:
         work.close()
+
+
+def _prepare_encoding(work: _Work) -> None:
+    """Have rows encoded by a compiled loop where so many of them are, by each thread, that this saves time."""
+    if work.device.type != "cpu":
+        return
+    elements: Counter[torch.dtype] = Counter()
+    for target in work.plan.targets:
+        if target.how == "encode" and isinstance(codec_named(target.codec or ""), Float8):
+            for piece in target.pieces:
+                dtype = torch.float32 if piece.codec else torch_dtype(work.bundles[piece.source].weight)
+                elements[dtype] += prod(piece.shape)
+    threads = Reading.of(work.plan.settings).threads
+    for dtype, count in elements.items():
+        if count // threads >= native.WORTHWHILE:
+            native.prepare(dtype)
 
 
 def _open(plan: Plan, header: Header, bundles: Mapping[str, Bundle], reading: Reading) -> Reader:

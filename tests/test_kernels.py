@@ -9,18 +9,20 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.codecs.int8 import Int8
 from slipcast.engine.codecs.nvfp4 import NVFP4
 from slipcast.engine.fp8_compute import enable_compute_
-from slipcast.engine.kernels import operators, plain, plain_nvfp4
+from slipcast.engine.kernels import operators, plain, plain_nvfp4, targets
 from slipcast.engine.layers import quantise_module_
 from support.number_formats import bytes_of
 
@@ -136,6 +138,92 @@ def test_compiled_code_calls_kernels_only_where_it_must_or_is_told_to(
         torch.compile(operators.quantise_rows, fullgraph=True, backend=keep)(fake)
         called = any("slipcast.quantise_rows" in str(node.target) for node in graphs[-1].graph.nodes)
         assert called == (in_compiled_code or not reads_float8)
+
+
+class Called(TorchDispatchMode):
+    """The operators that are called, of which plain torch computes the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "slipcast":
+            self.names.append(func._opname)
+            return {"quantise_rows": plain.quantise_rows, "dequantise_rows": by_rows}[func._opname](*args)
+        return func(*args, **(kwargs or {}))
+
+
+def by_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return plain.dequantise(codes, scale.view(-1, 1), dtype)
+
+
+@pytest.mark.parametrize("reads_float8", [False, True])
+def test_outside_compiled_code_kernels_are_called_where_they_run(
+    reads_float8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "reads_float8", lambda _device: reads_float8)
+    for runs in (False, True):
+        monkeypatch.setattr(operators, "runs_kernels", lambda _device, answer=runs: answer)
+        with Called() as called:
+            operators.quantise_rows(activations(4, 64))
+            operators.quantise_rows(activations(4, 64).double(), torch.tensor(0.1))
+        assert called.names == (["quantise_rows"] if runs else [])
+
+
+CODES = torch.arange(24, dtype=torch.int8).view(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale", "dtype", "fused"),
+    [
+        (CODES, torch.rand(4, 1), torch.float32, True),
+        (CODES, torch.rand(1, 1), torch.float32, True),
+        (CODES[:1], torch.rand(1, 1), torch.float32, True),
+        (CODES.view(4, 2, 3), torch.rand(4, 1, 1), torch.bfloat16, True),
+        (CODES.view(4, 2, 3), torch.rand(1, 2, 1), torch.bfloat16, False),
+        (CODES.view(4, 2, 3), torch.rand(4, 2, 1), torch.bfloat16, False),
+        (CODES.view(2, 2, 6), torch.rand(1, 2, 1), torch.bfloat16, False),
+        (CODES.t(), torch.rand(6, 1), torch.float32, False),
+        (CODES, torch.rand(4, 1), torch.float64, False),
+        (CODES.float(), torch.rand(4, 1), torch.float32, False),
+        (CODES.float().to(torch.float8_e5m2), torch.rand(4, 1), torch.float32, False),
+    ],
+)
+def test_a_kernel_dequantises_only_what_it_can(
+    codes: Tensor, scale: Tensor, dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "runs_kernels", lambda _device: True)
+    with Called() as called:
+        values = operators.dequantise(codes, scale, dtype)
+    assert called.names == (["dequantise_rows"] if fused else [])
+    assert torch.equal(values, plain.dequantise(codes, scale, dtype))
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs", "reads", "writes"),
+    [
+        ((7, 0), False, False, False),
+        ((7, 5), True, False, False),
+        ((8, 6), True, False, False),
+        ((8, 9), True, True, False),
+        ((9, 0), True, True, True),
+        ((12, 0), True, True, True),
+        ("amd", True, False, False),
+    ],
+)
+def test_a_card_gets_the_kernels_that_compile_for_it(
+    capability: Any, runs: bool, reads: bool, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(targets, "_is_amd", lambda: capability == "amd")
+    monkeypatch.setattr(targets, "_capability", lambda _device: capability)
+    monkeypatch.setattr(targets, "_has_triton", lambda: True)
+    found = (targets.runs_kernels(card), targets.reads_float8(card), targets.writes_float8(card))
+    assert found == (runs, reads, writes)
+    monkeypatch.setattr(targets, "_has_triton", lambda: False)
+    assert not targets.runs_kernels(card)
+    assert not targets.runs_kernels(torch.device("cpu"))
 
 
 def test_without_triton_and_on_a_cpu_nothing_of_it_is_imported() -> None:

@@ -13,6 +13,7 @@ from typing import Self, cast
 import torch
 from torch import Tensor
 
+from slipcast.engine.codecs import native
 from slipcast.engine.codecs.base import CODES, SCALE, Part, Parts, Shape
 from slipcast.engine.codecs.chunks import prefix, row_amax
 from slipcast.engine.codecs.scaled import Granularity, ScaledCodec
@@ -109,7 +110,9 @@ class Float8(ScaledCodec):
     def encode_rows_into(self, rows: Tensor, out: Parts, scratch: Tensor) -> None:
         """Encode rows whose scales depend on nothing but themselves; without scales, values beyond 448 become 448."""
         if self.granularity != "none":
-            super().encode_rows_into(rows, out, scratch)
+            by_row = self._under_scales(rows.flatten(1)), self._under_scales(out[CODES].flatten(1)), out[SCALE].view(-1)
+            if not native.encode_rows(*by_row):
+                super().encode_rows_into(rows, out, scratch)
             return
         rows = rows.flatten(1)
         row_amax(rows, scratch)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -74,6 +78,7 @@ def compare_shapes() -> None:
             rows[1:2] = 0
             for static in (None, torch.tensor(0.013)):
                 compare_rows(rows, static)
+                compare_rows(rows.flip(1), static)
         wide = torch.randn(6, 80, generator=random).to(dtype)
         for strided in (wide[::2, :48], wide.t()[:40]):
             compare_rows(strided, None)
@@ -109,8 +114,29 @@ def compare_dequantised() -> None:
                     for each in (codes.view(plain.FLOAT8), integers):
                         part = each[:, :cut].contiguous()
                         expected = plain.dequantise(part, scale.view(-1, 1), dtype)
-                        assert_same(launch_dequantise(part, scale, dtype, tile), expected, (scale, dtype, tile, cut))
+                        with nothing_written_beyond():
+                            values = launch_dequantise(part, scale, dtype, tile)
+                        assert_same(values, expected, (scale, dtype, tile, cut))
     assert launch_dequantise(codes[:0], torch.ones(0), torch.float32).shape == (0, 256)
+
+
+@contextmanager
+def nothing_written_beyond() -> Iterator[None]:
+    """Give tensors that are made here more memory than they need, and look at the rest afterwards."""
+    make, rests = torch.empty, []
+
+    def with_rest(shape: tuple[int, ...], **options: Any) -> Tensor:
+        elements = prod(shape)
+        memory = torch.full((elements + 64,), 7, **options)
+        rests.append(memory[elements:])
+        return memory[:elements].view(shape)
+
+    torch.empty = with_rest  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.empty = make
+    assert all(bool((rest == 7).all()) for rest in rests)
 
 
 def compare_nvfp4() -> None:
@@ -124,7 +150,9 @@ def compare_nvfp4() -> None:
             scale = torch.randint(0, 256, parts["scale"].shape, generator=random).to(torch.uint8).view(plain.FLOAT8)
             for dtype in (torch.float32, torch.float16):
                 given = (codes, scale, parts["scale_2"], rows, columns, layout == "comfy", dtype)
-                assert_same(launch_dequantise_nvfp4(*given), plain_nvfp4.dequantise(*given), given[3:])
+                expected = plain_nvfp4.dequantise(*given)
+                with nothing_written_beyond():
+                    assert_same(launch_dequantise_nvfp4(*given), expected, given[3:])
 
 
 if __name__ == "__main__":
