@@ -18,9 +18,9 @@ from torch import Tensor
 
 logger = logging.getLogger("slipcast")
 
-WORTHWHILE = 1 << 30
-"""Elements for each thread from which a load has rows encoded so: numba takes 0.45 s to import and to find what it has
-compiled before, as long as torch takes longer for 0.9 * 10**9 elements (``benchmarks/encode.py``)."""
+WORTHWHILE = 1 << 31
+"""Elements for each thread from which a load has rows encoded so: numba takes 0.90 s to import and to find what it has
+compiled before, as long as torch takes longer for 1.8 * 10**9 elements (``benchmarks/encode.py``, on an AMD EPYC)."""
 _MOST_THREADS = 6
 """torch shares each operation among its threads, where this is the caller's work alone: with more it is faster."""
 
