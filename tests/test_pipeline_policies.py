@@ -200,7 +200,7 @@ def test_a_pipeline_with_everything_set_draws_a_picture_and_says_so(folders: dic
     plan = planned(
         folders["z-image"],
         memory="low",
-        vae={"tiling": "on", "tile_size": 32, "slicing": "on"},
+        vae={"tiling": "on", "tile_size": 40, "slicing": "on"},
         text_encoder="fp8",
         speed="default",
         fp8="storage",
@@ -210,7 +210,8 @@ def test_a_pipeline_with_everything_set_draws_a_picture_and_says_so(folders: dic
     status = slipcast.status(pipe)
     assert status["memory"].engaged == "whole_modules"
     assert status["vae.tiling"].engaged == status["vae.slicing"].engaged == "encode and decode"
-    assert status["vae.tile_size"].engaged == "32"
+    assert status["vae.tile_size"].engaged == "64"
+    assert "at least 8" in status["vae.tile_size"].reason
     assert status["text_encoder"].engaged == "fp8"
     assert status["speed"].engaged == "channels-last VAE"
     assert "no compiled blocks: blocks are compiled on a GPU" in status["speed"].reason
@@ -351,13 +352,48 @@ def test_encode_and_decode_have_switches_of_their_own() -> None:
 def test_tiles_of_the_size_that_is_asked_for() -> None:
     vae = PIPELINES["z-image"]().vae
     assert tile_side(vae) == 64
-    assert set_tile_side_(vae, 39) == 32
-    assert (vae.tile_sample_min_size, vae.tile_latent_min_size) == (32, 4)
+    assert set_tile_side_(vae, 120) == 96
+    assert (vae.tile_sample_min_size, vae.tile_latent_min_size) == (96, 12)
     video = qwen_image_vae()
     assert tile_side(video) == 256
     assert set_tile_side_(video, 128) == 128
     assert (video.tile_sample_stride_height, video.tile_sample_stride_width) == (96, 96)
+    assert set_tile_side_(video, 1) == 64
+    assert (video.tile_sample_stride_height, video.tile_sample_stride_width) == (48, 48)
     assert tile_side(torch.nn.Linear(1, 1)) == set_tile_side_(torch.nn.Linear(1, 1), 64) == 0
+
+
+class Means(torch.nn.Module):
+    """An encoder whose latents depend on their own pixels alone: means, and as many log variances."""
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.avg_pool2d(pixels, 8).repeat(1, 2, 1, 1)
+
+
+@pytest.mark.parametrize("side", [1, 8, 16, 40, 64, 72, 100, 120, 200, 240])
+@pytest.mark.parametrize("size", [(256, 320), (512, 512)])
+def test_tiles_join_to_what_they_were_cut_from(side: int, size: tuple[int, int]) -> None:
+    vae = PIPELINES["z-image"]().vae
+    assert set_tile_side_(vae, side) == max(side // 32 * 32, 64)
+    vae.encoder, vae.decoder = Means(), torch.nn.Upsample(scale_factor=8)
+    latents, pixels = torch.randn(1, 3, size[0] // 8, size[1] // 8), torch.randn(1, 3, *size)
+    whole = vae.decode(latents).sample, vae.encode(pixels).latent_dist.mean
+    vae.enable_tiling()
+    tiled = vae.decode(latents).sample, vae.encode(pixels).latent_dist.mean
+    for plain, joined in zip(whole, tiled, strict=True):
+        assert joined.shape == plain.shape
+        assert torch.allclose(joined, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize(("own", "expected"), [([64, 64], 64), (100, 96), (20, 64), (64, 64), (32, 32)])
+def test_the_tiles_of_a_configuration_are_made_to_work(own: int | list[int], expected: int) -> None:
+    config = dict(PIPELINES["z-image"]().vae.config) | {"sample_size": own}
+    vae = type(PIPELINES["z-image"]().vae).from_config(config)
+    assert set_tile_side_(vae, 0) == tile_side(vae) == expected
+    vae.enable_tiling()
+    with torch.no_grad():
+        assert vae.decode(torch.randn(1, 16, 18, 20)).sample.shape == (1, 3, 144, 160)
+        assert vae.encode(torch.randn(1, 3, 144, 160)).latent_dist.mean.shape == (1, 16, 18, 20)
 
 
 def test_a_larger_picture_has_the_vae_tiled_or_is_refused(folders: dict[str, Path]) -> None:

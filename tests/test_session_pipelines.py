@@ -223,21 +223,22 @@ def test_global_flags_are_given_back_with_the_pipeline(
 
 
 def test_settings_of_the_vae_need_no_new_load(session: Session, folders: dict[str, Path]) -> None:
-    session.load(folders["sdxl"], size=SIZE)
+    session.load(folders["sdxl"], size=(128, 128))
     models = Forwards(session)
-    plain = session.generate("a seven", steps=1, **SMALL)
-    status = session.load(folders["sdxl"], size=SIZE, vae={"tiling": "on", "tile_size": 32})
+    larger = {"width": 128, "height": 128}
+    plain = session.generate("a seven", steps=1, **larger)
+    status = session.load(folders["sdxl"], size=(128, 128), vae={"tiling": "on", "tile_size": 64})
     assert status.settings["vae.tiling"].requested == "on"
     assert models.alive() == len(models.models)
     vae = weakref.ref(session._pipe.vae)
-    assert vae().tile_sample_min_size == 32  # type: ignore[union-attr]
-    tiled = session.generate("a seven", steps=1, **SMALL)
+    assert vae().tile_sample_min_size == 64  # type: ignore[union-attr]
+    tiled = session.generate("a seven", steps=1, **larger)
     assert not np.array_equal(pixels(plain.images[0]), pixels(tiled.images[0]))
-    session.load(folders["sdxl"], size=SIZE)
-    again = session.generate("a seven", steps=1, **SMALL)
+    session.load(folders["sdxl"], size=(128, 128))
+    again = session.generate("a seven", steps=1, **larger)
     assert np.array_equal(pixels(plain.images[0]), pixels(again.images[0]))
     assert models.alive() == len(models.models)
-    session.load(folders["sdxl"], size=SIZE, fp8="storage")
+    session.load(folders["sdxl"], size=(128, 128), fp8="storage")
     assert models.alive() == 0
 
 

@@ -19,7 +19,7 @@ from slipcast.engine.policy.snapshot import Snapshot, take_snapshot
 from slipcast.engine.policy.speed import SpeedDecision, decide_speed, is_gguf, without_compile
 from slipcast.engine.policy.text_encoder import decide_text_encoder
 from slipcast.engine.policy.vae import VaeCosts, VaeWay, vae_ways
-from slipcast.engine.policy.vae_calls import can_slice, set_tile_side_, tile_side
+from slipcast.engine.policy.vae_calls import can_slice, set_tile_side_
 from slipcast.registry.errors import DeviceError
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.runtime import Sampling
@@ -261,8 +261,7 @@ def adjust_(pipe: Any, plan: PipelinePlan) -> None:
     part = plan.parts.get(_VAE)
     if part is not None and part.plan is not None:
         like = build_on_meta(part.plan.origin.model, part.plan.origin.config)
-        if wanted.settings.vae.tile_size:
-            set_tile_side_(like, wanted.settings.vae.tile_size)
+        set_tile_side_(like, wanted.settings.vae.tile_size)
         for name, value in vars(like).items():
             if name.startswith("tile_"):
                 setattr(pipe.components[_VAE], name, value)
@@ -340,9 +339,7 @@ def _vae_facts(part: PlannedPart, settings: Settings) -> VaeFacts:
     side, slices = 0, False
     if plan is not None:
         vae = build_on_meta(plan.origin.model, plan.origin.config)
-        side, slices = tile_side(vae), can_slice(vae)
-        if settings.vae.tile_size:
-            side = set_tile_side_(vae, settings.vae.tile_size)
+        side, slices = set_tile_side_(vae, settings.vae.tile_size), can_slice(vae)
     return VaeFacts(VaeCosts(decode, side, frames), VaeCosts(encode, side, frames), slices, measured)
 
 
@@ -396,4 +393,4 @@ def vae_decisions(
     }
 
 
-_TILES = {False: "the VAE's own", True: "rounded down to whole latents"}
+_TILES = {False: "the VAE's own", True: "rounded down to a multiple of 4 latents, of which it has at least 8"}

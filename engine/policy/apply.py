@@ -116,8 +116,7 @@ def apply_vae_(
     Returns:
         What it runs by.
     """
-    if tile_size:
-        set_tile_side_(vae, tile_size)
+    set_tile_side_(vae, tile_size)
     return VaeCalls(vae, {"encode": encode, "decode": decode}, visitor)
 
 

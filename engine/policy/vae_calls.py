@@ -15,7 +15,11 @@ Call = Literal["encode", "decode"]
 CALLS: tuple[Call, ...] = ("encode", "decode")
 _SWITCHES = ("use_tiling", "use_slicing")
 _RATIO = 8
-"""Pixels for each latent, where a VAE does not say."""
+"""Pixels along a side for each latent, where a VAE does not say."""
+_WHOLE = 4
+"""Latents of which a tile is a multiple, so that a quarter of it is whole."""
+_LEAST = 8
+"""Latents of the smallest tile: smaller ones leave less than two latents of overlap, and blend nothing."""
 
 
 class VaeCalls:
@@ -62,7 +66,12 @@ def tile_side(vae: Any) -> int:
     if not hasattr(vae, "use_tiling"):
         return 0
     names = ("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width")
-    return max((int(getattr(vae, name)) for name in names if getattr(vae, name, None)), default=0)
+    return max((_pixels(getattr(vae, name, None)) for name in names), default=0)
+
+
+def _pixels(side: Any) -> int:
+    """A side, of which some configurations give one for each direction."""
+    return max((int(part) for part in (side if isinstance(side, (list, tuple)) else [side or 0])), default=0)
 
 
 def can_slice(vae: Any) -> bool:
@@ -71,22 +80,47 @@ def can_slice(vae: Any) -> bool:
 
 
 def set_tile_side_(vae: Any, side: int) -> int:
-    """Give a VAE tiles of so many pixels, rounded down to whole latents; the overlap keeps its share.
+    """Give a VAE tiles of so many pixels, rounded down to what works; the overlap keeps its share.
+
+    diffusers cuts the steps from tile to tile, and what it blends, to whole latents and whole pixels each by itself:
+    only where a quarter of a tile, which tiles overlap by, is whole do they agree, and has the result its right size.
+
+    Args:
+        vae: what is changed.
+        side: pixels along each side; 0: as it has them, and changed only if diffusers could not work so.
 
     Returns:
-        The pixels along each side that they have then; 0 where the VAE can't tile.
+        The pixels along each side that they have then, at least 8 latents; 0 where the VAE can't tile.
     """
-    if not tile_side(vae):
+    own = tile_side(vae)
+    if not own:
         return 0
     if hasattr(vae, "tile_sample_min_size"):
-        ratio = round(vae.tile_sample_min_size / vae.tile_latent_min_size)
-        vae.tile_latent_min_size = max(side // ratio, 1)
-        vae.tile_sample_min_size = vae.tile_latent_min_size * ratio
+        ratio = _pixels_per_latent(vae)
+        if side or own != vae.tile_sample_min_size or own % (_WHOLE * ratio):
+            vae.tile_sample_min_size = _working_side(side or own, ratio)
+            vae.tile_latent_min_size = vae.tile_sample_min_size // ratio
         return int(vae.tile_sample_min_size)
-    ratio = int(getattr(vae, "spatial_compression_ratio", _RATIO))
-    whole = max(side // ratio, 1) * ratio
+    if not side:
+        return own
+    ratio = _pixels_per_latent(vae)
+    whole = _working_side(side, ratio)
     for across in ("height", "width"):
-        share = getattr(vae, f"tile_sample_stride_{across}") / getattr(vae, f"tile_sample_min_{across}")
+        if hasattr(vae, f"tile_sample_stride_{across}"):
+            share = getattr(vae, f"tile_sample_stride_{across}") / getattr(vae, f"tile_sample_min_{across}")
+            setattr(vae, f"tile_sample_stride_{across}", int(whole * share) // ratio * ratio)
+        if hasattr(vae, f"tile_latent_min_{across}"):
+            setattr(vae, f"tile_latent_min_{across}", whole // ratio)
         setattr(vae, f"tile_sample_min_{across}", whole)
-        setattr(vae, f"tile_sample_stride_{across}", max(int(whole * share) // ratio, 1) * ratio)
     return whole
+
+
+def _pixels_per_latent(vae: Any) -> int:
+    if hasattr(vae, "tile_sample_min_size") and "block_out_channels" in vae.config:
+        stated = vae.config.get("spatial_compression_ratio")
+        return int(stated or 2 ** (len(vae.config.block_out_channels) - 1))
+    return int(getattr(vae, "spatial_compression_ratio", _RATIO))
+
+
+def _working_side(side: int, ratio: int) -> int:
+    return max(side // (_WHOLE * ratio) * _WHOLE, _LEAST) * ratio
