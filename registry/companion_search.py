@@ -152,7 +152,7 @@ class CompanionSearch:
         try:
             identified = identify_path(path, self._companion_settings, needed=needed)
         except IdentificationError:
-            if is_class(needed) and path.is_dir():
+            if is_class(needed) and path.is_dir() and not self._has_family(needed):
                 return Companion(role, "model", needed, found, path)
             raise
         for match in identified.matches:
@@ -168,13 +168,15 @@ class CompanionSearch:
         )
 
     def _model_of_pipeline(self, role: str, needed: str, folder: Path, found: str) -> Companion:
-        """A component's folder, which is what its own files say, as long as it is of the kind that is needed."""
+        """A component's folder, whose own files say what it is; of a class without a family its library reads it."""
         try:
             identified = identify_path(folder, self._companion_settings, needed=needed)
         except IdentificationError:
-            return Companion(role, "model", self._class_of(needed), found, folder)
+            if is_class(needed) and not self._has_family(needed):
+                return Companion(role, "model", needed, found, folder)
+            raise
         match = identified.main
-        if match.model != self._class_of(needed) and match.family.kind != self._kind_of(needed):
+        if not _fits(match, needed):
             raise CompanionError(
                 f"as the {role}: {_named(match)}",
                 expected=self._title(needed),
@@ -277,8 +279,10 @@ class CompanionSearch:
         id_, _, variant = needed.partition("/")
         return load_catalogue(self.settings.families)[id_].model_of(variant or None)
 
-    def _kind_of(self, needed: str) -> str | None:
-        return None if is_class(needed) else load_catalogue(self.settings.families)[needed.partition("/")[0]].kind
+    def _has_family(self, class_name: str) -> bool:
+        """Whether a family makes this class; its tensors are then known, and others are none of it."""
+        known = load_catalogue(self.settings.families)
+        return any(class_name in {known[id_].model_of(name) for name in (None, *known[id_].variants)} for id_ in known)
 
     def _refuse_unknown(self, needed: Mapping[str, str]) -> None:
         """Refuse a family file that names others which are not known here."""

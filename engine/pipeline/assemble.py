@@ -27,7 +27,7 @@ from slipcast.engine.planned_load import load_planned
 from slipcast.engine.policy.apply import Applied
 from slipcast.engine.report import Report
 from slipcast.registry.companions import Companion
-from slipcast.registry.errors import CompanionError, SlipcastError
+from slipcast.registry.errors import AccountingError, CompanionError, SlipcastError
 
 logger = logging.getLogger("slipcast")
 _RECORD = "_slipcast_record"
@@ -138,11 +138,8 @@ def _from_library(part: PlannedPart, plan: PipelinePlan) -> Any:
             return _scheduler(companion)
         if companion.kind == "tokenizer":
             return processor_class(companion.class_name).from_pretrained(str(companion.path), local_files_only=True)
-        dtype = getattr(torch, plan.compute_dtype)
-        kind: Any = model_class(companion.class_name)
-        options = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
         staying = plan.policies.memory.placements[companion.role] == "resident"
-        return kind.from_pretrained(str(companion.path), **options).to(plan.device if staying else "cpu").eval()
+        return _library_model(companion, plan.compute_dtype).to(plan.device if staying else "cpu").eval()
     except SlipcastError:
         raise
     except Exception as error:  # whatever the library finds wrong with the folder
@@ -153,6 +150,24 @@ def _from_library(part: PlannedPart, plan: PipelinePlan) -> Any:
             path=companion.path,
             roles=(companion.role,),
         ) from error
+
+
+def _library_model(companion: Companion, dtype: str) -> Any:
+    """A model that its own library reads, which fills what a file lacks with random values, and goes on."""
+    kind: Any = model_class(companion.class_name)
+    options = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+    model, info = kind.from_pretrained(str(companion.path), dtype=getattr(torch, dtype), **options)
+    lacking = [f"{name}: missing" for name in info.get("missing_keys", ())]
+    lacking += [f"{mismatch[0]}: of another shape" for mismatch in info.get("mismatched_keys", ())]
+    if lacking:
+        raise AccountingError(
+            f"{len(lacking)} parameters of the {companion.role} that its files don't have, or have in another shape",
+            expected=f"every parameter of {companion.class_name}",
+            hint=f"download the folder again, or name another by the setting companions.{companion.role}",
+            path=companion.path,
+            items=sorted(lacking),
+        )
+    return model
 
 
 def _scheduler(companion: Companion) -> Any:
