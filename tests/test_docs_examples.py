@@ -29,6 +29,7 @@ NOT_RUN_HERE = {
     "slipcast inspect": "a command's name in a sentence",
     "slipcast plan": "a command's name in a sentence",
     "slipcast check": "proves every family: the gate runs it by itself",
+    "slipcast check --all": "proves every family: the gate runs it by itself",
     "slipcast demo": "draws pictures: test_demo.py",
     "slipcast demo --device cpu --set dtype=float32 --out digits.png": "draws pictures: test_demo.py",
     "slipcast check families/my-family.yaml --headers tests/data/headers": "test_docs_adding_a_family.py",
