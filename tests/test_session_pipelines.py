@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import threading
 import time
 import weakref
@@ -248,6 +250,46 @@ def test_files_that_have_changed_are_loaded_anew(session: Session, folders: dict
     assert models.alive()
     (folders["z-image"] / "tokenizer" / "tokenizer_config.json").touch()
     session.load(folders["z-image"], size=SIZE)
+    assert models.alive() == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("vae/config.json", {"scaling_factor": 0.5}),
+        ("transformer/config.json", {"norm_eps": 0.5}),
+        ("scheduler/scheduler_config.json", {"shift": 7.0}),
+        ("model_index.json", {"is_distilled": True}),
+    ],
+)
+def test_a_changed_configuration_is_loaded_anew(
+    file: str, change: dict[str, Any], session: Session, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["z-image"], tmp_path / "pipeline")
+    session.load(folder, size=SIZE)
+    models = Forwards(session)
+    session.load(folder, size=SIZE)
+    assert models.alive() == len(models.models)
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(content | change))
+    session.load(folder, size=SIZE)
+    assert models.alive() == 0
+    if file != "model_index.json":
+        (name, value), role = next(iter(change.items())), file.partition("/")[0]
+        assert session._pipe.components[role].config[name] == value
+
+
+def test_a_changed_family_file_is_loaded_anew(session: Session, folders: dict[str, Path], tmp_path: Path) -> None:
+    family = tmp_path / "mine.yaml"
+    text = "schema: 1\nid: mine\nextends: z-image\ntitle: Mine\n"
+    family.write_text(text)
+    chosen: dict[str, Any] = {"size": SIZE, "families": [str(tmp_path)], "family": "mine"}
+    session.load(folders["z-image"], **chosen)
+    models = Forwards(session)
+    session.load(folders["z-image"], **chosen)
+    assert models.alive() == len(models.models)
+    family.write_text(text + "config:\n  norm_eps: 0.25\n")
+    session.load(folders["z-image"], **chosen)
     assert models.alive() == 0
 
 

@@ -38,7 +38,7 @@ class PipelineOpener:
         if loaded is not None and loaded.device == device.name:
             snapshot = self._without(loaded.plan, device, snapshot)
         plan = make_pipeline_plan(path, settings, size, snapshot)
-        content = tuple(state for part in plan.parts.values() for state in _states(part))
+        content = (*_described(plan), *(state for part in plan.parts.values() for state in _states(part)))
         return Validated(path, settings, plan, plan.found.family.id, plan.pipeline, plan.device, content)
 
     def open(self, validated: Validated, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> Any:
@@ -92,12 +92,20 @@ def _allocated(device: Device) -> int | None:
     return torch.xpu.memory_allocated(device.torch_device) if device.kind == "xpu" else None
 
 
+def _described(plan: PipelinePlan) -> Iterator[Hashable]:
+    """What a folder's index and the family file say of the pipeline around its parts."""
+    found = plan.found
+    yield plan.pipeline, found.family.id, found.family.digest, found.variant, repr(dict(found.arguments))
+
+
 def _states(part: PlannedPart) -> Iterator[Hashable]:
-    """What changes when a part's files do: their names, sizes and times."""
+    """What changes when a part's files, their configuration or the family that describes them do."""
     companion = part.companion
-    yield companion.role, companion.class_name, companion.component
+    yield companion.role, companion.class_name, companion.component, repr(dict(companion.arguments))
     files: tuple[Path, ...] = ()
     if companion.match is not None:
+        config = companion.match.header.config
+        yield companion.match.family.digest, None if config is None else repr(dict(config))
         files = companion.match.header.files
     elif companion.path is not None:
         files = tuple(sorted(file for file in companion.path.rglob("*") if file.is_file()))
