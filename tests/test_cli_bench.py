@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,12 @@ def test_a_reference_of_another_pipeline(nothing_drawn: None, reference: Path) -
         ({"seconds": [0.0]}, "seconds.0"),
         ({"shape": [1, 64, 64]}, "shape"),
         ({"request": {"prompt": 7}}, "request.prompt"),
+        ({"request": {"prompt": "seven", "steps": -5}}, "request.steps"),
+        ({"request": {"prompt": "seven", "steps": 10**9}}, "request.steps"),
+        ({"request": {"prompt": "seven", "guidance": -1.0}}, "request.guidance"),
+        ({"request": {"prompt": "seven", "seed": -1}}, "request.seed"),
+        ({"request": {"prompt": "seven", "width": -64}}, "request.width"),
+        ({"request": {"prompt": "seven", "frames": 0}}, "request.frames"),
     ],
 )
 def test_what_is_no_reference(nothing_drawn: None, reference: Path, fields: dict[str, Any], found: str) -> None:
@@ -231,6 +238,14 @@ def test_a_reference_that_is_missing_or_no_json(nothing_drawn: None, folder: Pat
     assert json_of("bench", PIPELINE, *FEW, "--against", "none.json", exit_code=2)["error"] == "HeaderError"
     (folder / "text.json").write_text("text")
     assert json_of("bench", PIPELINE, *FEW, "--against", "text.json", exit_code=2)["error"] == "HeaderError"
+
+
+def test_pictures_that_are_a_pipe_are_not_waited_for(nothing_drawn: None, reference: Path) -> None:
+    file = reference.with_suffix(".safetensors")
+    file.unlink()
+    os.mkfifo(file)
+    error = json_of("bench", PIPELINE, *FEW, "--against", reference, exit_code=2)
+    assert (error["error"], error["path"]) == ("UnsupportedFileError", str(file))
 
 
 @pytest.mark.parametrize("broken", ["missing", "cut", "other shape", "other dtype", "other name", "other pixels"])

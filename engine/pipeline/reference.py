@@ -17,13 +17,14 @@ from torch import Tensor
 from slipcast.engine.pipeline.generate import GenerationRequest
 from slipcast.engine.pipeline.measurement import Measurement, MemoryKind
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
-from slipcast.registry.errors import DeviceError, SettingsError, UnsupportedFileError
+from slipcast.registry.errors import DeviceError, HeaderError, SettingsError, UnsupportedFileError
 from slipcast.registry.new_files import new_file, refuse_place
-from slipcast.registry.untrusted_files import read_json_object
+from slipcast.registry.untrusted_files import open_regular, read_json_object
 
 _PICTURES = "pictures"
 _LIMIT_MIB = 1
 _LIBRARIES = ("torch", "diffusers", "transformers")
+_LARGEST_SEED = 2**63 - 1
 
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -34,16 +35,16 @@ class _Record(BaseModel):
 
 
 class RequestRecord(_Record):
-    """What was drawn: the fields of a request that begins from noise."""
+    """What was drawn: the fields of a request that begins from noise, as the command line bounds them."""
 
     prompt: str
     negative_prompt: str | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    seed: int = 0
-    width: int | None = None
-    height: int | None = None
-    frames: int | None = None
+    steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    guidance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    seed: Annotated[int, Field(ge=0, le=_LARGEST_SEED)] = 0
+    width: _Count | None = None
+    height: _Count | None = None
+    frames: _Count | None = None
 
 
 class Reference(_Record):
@@ -174,12 +175,14 @@ def load_pictures(path: Path, reference: Reference) -> Tensor:
     """
     file = pictures_file(path)
     try:
+        with open_regular(file):
+            pass  # what opens it by its name would wait for the writer of a pipe
         with safe_open(file, framework="pt") as opened:
             part = opened.get_slice(_PICTURES)
             if (part.get_dtype(), tuple(part.get_shape())) != ("U8", reference.shape):
                 raise _other_pictures(file)
             pictures: Tensor = opened.get_tensor(_PICTURES)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, HeaderError) as error:
         raise UnsupportedFileError(
             f"the pictures of the reference can't be read: {error}",
             expected="the file that was saved beside the reference",
