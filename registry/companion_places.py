@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def weights_in(folder: Path) -> tuple[Path, ...]:
 def named_folder(folder: Path, name: str) -> Path | None:
     """The folder of a name in a folder; None where there is none."""
     inside = folder / name
-    return inside if inside.is_dir() else None
+    return inside if os.path.isdir(inside) else None  # noqa: PTH112 - never raises, not of too long a path either
 
 
 def _below(shelf: Path) -> tuple[Path, ...]:

@@ -17,7 +17,7 @@ from slipcast.registry.inspection import Identified, identify_path
 from slipcast.registry.pipeline_index import PipelineIndex, read_index
 from slipcast.registry.runtime import Sampling
 from slipcast.registry.settings import Settings
-from slipcast.registry.untrusted_files import read_json_object
+from slipcast.registry.untrusted_files import read_json_object, status_of
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = frozenset({_TOKENIZER_CONFIG, "tokenizer.json"})
@@ -235,8 +235,12 @@ class CompanionSearch:
     # what is needed
 
     def _setting(self, role: str) -> Path | None:
+        """What the setting of a role names, which has to be there."""
         value = getattr(self.settings.companions, role, None)
-        return None if value is None else Path(value)
+        if value is None:
+            return None
+        status_of(Path(value))
+        return Path(value)
 
     @cached_property
     def _companion_settings(self) -> Settings:

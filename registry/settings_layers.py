@@ -357,6 +357,9 @@ def _refuse_dotted(data: Mapping[str, Any], locate: Callable[[Where], Place], ar
 
 
 def _absolute(path: Any, folder: Path) -> Any:
+    """A path from the folder on; an empty word names none, and stays, to be refused later."""
+    if path == "":
+        return path
     return str(folder / os.path.expanduser(path)) if isinstance(path, str | Path) else path  # noqa: PTH111 - never raises
 
 

@@ -13,8 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import slipcast
+from slipcast.engine.pipeline.classes import pipeline_class, takes_value
 from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
-from slipcast.registry.errors import AccountingError, CompanionError, ConfigError, IdentificationError
+from slipcast.registry.errors import (
+    AccountingError,
+    CompanionError,
+    ConfigError,
+    HeaderError,
+    IdentificationError,
+    SettingsError,
+    UnsupportedFileError,
+)
 from slipcast.registry.settings import resolve_settings
 from support.tiny_pipelines import write_pipeline
 
@@ -95,3 +104,142 @@ def test_parts_of_other_families_are_refused_in_a_folder_too(folder: Folder) -> 
     shutil.copytree(folder("sd-1") / "vae", path / "vae")
     with pytest.raises(CompanionError, match="as the vae"):
         plan(path)
+
+
+SECRET = "a-word-from-elsewhere"
+
+
+@pytest.fixture
+def outside(originals: dict[str, Path], tmp_path: Path) -> Path:
+    """A vocabulary and merges beside the pipeline's folder, and a whole tokenizer."""
+    place = tmp_path / "outside"
+    place.mkdir()
+    whole = json.loads((originals["z-image"] / "tokenizer" / "tokenizer.json").read_text())
+    (place / "vocab.json").write_text(json.dumps({**whole["model"]["vocab"], SECRET: 999}))
+    (place / "merges.txt").write_text("#version: 0.2\n")
+    (place / "tokenizer.json").write_text(json.dumps(whole))
+    return place
+
+
+@pytest.mark.parametrize("class_name", ["CLIPTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("absolute", [True, False])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"vocab": "vocab.json", "merges": "merges.txt"},
+        {"vocab_file": "vocab.json"},
+        {"tokenizer_file": "tokenizer.json"},
+    ],
+)
+def test_a_tokenizer_reads_no_file_outside_its_folder(
+    folder: Folder,
+    outside: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    class_name: str,
+    absolute: bool,
+    keys: dict[str, str],
+) -> None:
+    path = folder("z-image")
+    monkeypatch.chdir(outside)
+    edit(path / "model_index.json", tokenizer=["transformers", class_name])
+    (path / "tokenizer" / "tokenizer.json").unlink()
+    named = {key: str(outside / name) if absolute else name for key, name in keys.items()}
+    edit(path / "tokenizer" / "tokenizer_config.json", tokenizer_class=class_name, **named)
+    with pytest.raises(CompanionError) as caught:
+        plan(path)
+    assert (caught.value.roles, len(caught.value.items)) == (("tokenizer",), len(keys))
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("tokenizer_config.json", {"fast_tokenizer_files": ["../outside/tokenizer.json"]}),
+        ("tokenizer_config.json", {"init_inputs": ["vocab.json"]}),
+        ("tokenizer_config.json", {"extra": {"deep": ["../../outside/vocab.json"]}}),
+        ("special_tokens_map.json", {"vocab": "vocab.json"}),
+        ("preprocessor_config.json", {"other_file": "../x"}),
+        ("processor_config.json", {"audio_tokenizer": {"audio_tokenizer_name_or_path": "/nowhere"}}),
+    ],
+)
+def test_no_configuration_of_a_processor_names_files_elsewhere(
+    folder: Folder, outside: Path, monkeypatch: pytest.MonkeyPatch, name: str, values: dict[str, Any]
+) -> None:
+    path = folder("z-image")
+    monkeypatch.chdir(outside)
+    file = path / "tokenizer" / name
+    if not file.exists():
+        file.write_text("{}")
+    edit(file, **values)
+    with pytest.raises(CompanionError, match="names files outside its folder"):
+        plan(path)
+
+
+def test_where_a_published_tokenizer_was_once_saved_does_no_harm(folder: Folder, outside: Path) -> None:
+    path = folder("z-image")
+    saved = {"name_or_path": str(outside), "special_tokens_map_file": str(outside / "vocab.json"), "unk_token": "<unk>"}
+    edit(path / "tokenizer" / "tokenizer_config.json", vocab_file="tokenizer.json", merges_file=None, **saved)
+    (path / "tokenizer" / "special_tokens_map.json").write_text(json.dumps({"merges": ["/ etc", "/ /"]}))
+    assert "tokenizer" in plan(path).parts
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "scheduler", "vae", "folder"])
+@pytest.mark.parametrize("named", ["a" * 5000, "a\0b", "", "not-there"])
+def test_settings_that_name_nothing_readable_are_refused(folder: Folder, role: str, named: str) -> None:
+    with pytest.raises((HeaderError, SettingsError)):
+        plan(folder("z-image"), companions={role: named})
+
+
+def test_a_tokenizer_that_is_no_folder_is_refused(folder: Folder) -> None:
+    path = folder("z-image")
+    with pytest.raises(CompanionError, match="as the tokenizer: no folder"):
+        plan(path, companions={"tokenizer": str(path / "model_index.json")})
+
+
+@pytest.mark.parametrize("path", [5, None, b"model"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(UnsupportedFileError, match="as the path"):
+        slipcast.pipeline(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("flux-1", "image_encoder", "x"),
+        ("flux-1", "feature_extractor", {"a": 1}),
+        ("flux-1", "image_encoder", ["a", "b", "c"]),
+        ("sd-1", "safety_checker", "x"),
+        ("sd-1", "safety_checker", {"x": 1}),
+        ("sd-1", "image_encoder", 7),
+        ("sd-1", "requires_safety_checker", "yes"),
+    ],
+)
+def test_a_plain_value_in_a_parts_place_is_refused(folder: Folder, family: str, name: str, value: Any) -> None:
+    path = folder(family)
+    edit(path / "model_index.json", **{name: value})
+    with pytest.raises(CompanionError, match=f"{name} is") as caught:
+        plan(path)
+    assert caught.value.roles == (name,)
+
+
+def test_a_pipelines_own_plain_arguments_are_taken(folder: Folder) -> None:
+    path = folder("sd-1")
+    edit(path / "model_index.json", requires_safety_checker=False, image_encoder=None)
+    assert plan(path).arguments["requires_safety_checker"] is False
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "name", "value", "taken"),
+    [
+        ("Krea2Pipeline", "text_encoder_select_layers", (1, 2), True),
+        ("Krea2Pipeline", "text_encoder_select_layers", ({},), False),
+        ("Krea2Pipeline", "patch_size", 2, True),
+        ("Krea2Pipeline", "patch_size", True, False),
+        ("WanPipeline", "boundary_ratio", 0.9, True),
+        ("WanPipeline", "expand_timesteps", 1, False),
+        ("WanPipeline", "transformer_2", "x", False),
+        ("FluxPipeline", "vae", "x", False),
+    ],
+)
+def test_which_values_a_pipelines_class_takes(pipeline: str, name: str, value: Any, taken: bool) -> None:
+    assert takes_value(pipeline_class(pipeline), name, value) is taken

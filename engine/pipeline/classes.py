@@ -13,6 +13,7 @@ from typing import Any
 from slipcast.registry.errors import CompanionError
 
 _LIBRARIES = ("diffusers", "transformers")
+_PLAIN = (bool, int, float, str)
 
 
 def pipeline_class(name: str) -> Any:
@@ -58,6 +59,27 @@ def own_arguments(kind: type) -> Mapping[str, inspect.Parameter]:
     """What the constructor of a pipeline takes, by name."""
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     return {name: parameter for name, parameter in parameters.items() if name != "self"}
+
+
+def takes_value(kind: Any, name: str, value: Any) -> bool:
+    """Whether a plain value of an untrusted file may go to a pipeline's constructor as one of its arguments.
+
+    Parts are no plain values: those without a default, and those that the class calls optional; None leaves one empty.
+
+    Args:
+        kind: the pipeline's class.
+        name: of one of its arguments.
+        value: for it.
+    """
+    if value is None:
+        return True
+    default = own_arguments(kind)[name].default
+    if default is inspect.Parameter.empty or name in getattr(kind, "_optional_components", ()):
+        return False
+    if default is None:
+        return all(isinstance(item, _PLAIN) for item in (value if isinstance(value, list | tuple) else [value]))
+    number = isinstance(default, int | float) and not isinstance(default, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) if number else type(value) is type(default)
 
 
 def part_names(kind: Any) -> frozenset[str]:

@@ -18,6 +18,7 @@ from slipcast.engine.pipeline.classes import (
     pipeline_class,
     processor_class,
     scheduler_class,
+    takes_value,
 )
 from slipcast.engine.pipeline.inside import bytes_around
 from slipcast.engine.pipeline.part_settings import companion_settings, denoiser_settings
@@ -32,6 +33,7 @@ from slipcast.registry.errors import CompanionError, DeviceError
 from slipcast.registry.found_pipeline import FoundPipeline, find_pipeline
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.header import Header
+from slipcast.registry.processor_files import check_processor_files
 from slipcast.registry.settings import Settings
 
 _SETTINGS = ("device", "dtype", "fp8", "compile")
@@ -207,6 +209,8 @@ def _plan_part(part: Companion, settings: Settings, denoiser: Plan) -> PlannedPa
         return PlannedPart(part, None, 0)
     if part.kind == "tokenizer":
         processor_class(part.class_name)
+        assert part.path is not None
+        check_processor_files(part.path, part.role)
         return PlannedPart(part, None, 0)
     if part.match is None:
         return PlannedPart(part, None, _bytes_of_folder(part, settings, denoiser.compute_dtype))
@@ -234,7 +238,18 @@ def _arguments(kind: type, found: FoundPipeline) -> dict[str, Any]:
     """Of the family's and the folder's values those that the class takes, and that are no parts."""
     known = own_arguments(kind)
     roles = {part.role for part in found.parts} | found.absent.keys()
-    return {name: value for name, value in found.arguments.items() if name in known and name not in roles}
+    arguments = {name: value for name, value in found.arguments.items() if name in known and name not in roles}
+    wrong = [name for name, value in arguments.items() if not takes_value(kind, name, value)]
+    if wrong:
+        raise CompanionError(
+            f"values that {found.pipeline} does not take: "
+            + ", ".join(f"{name} is {repr(arguments[name])[:60]}" for name in wrong),
+            expected="of a part a library and a class, of an argument a plain value of its kind",
+            hint="correct the pipeline's model_index.json, or download it again",
+            path=found.path,
+            roles=tuple(wrong),
+        )
+    return arguments
 
 
 def _refuse_unknown(kind: type, found: FoundPipeline, arguments: Mapping[str, Any]) -> None:
