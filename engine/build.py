@@ -105,11 +105,21 @@ def _config_class(kind: Any) -> Any:
     return kind.config_class
 
 
+def _refuse_text(kind: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse text for what is a number by default: constructors take it, and fail in a forward. Others check types."""
+    for key, parameter in inspect.signature(kind.__init__).parameters.items():
+        number = isinstance(parameter.default, (int, float)) and not isinstance(parameter.default, bool)
+        if number and isinstance(arguments.get(key), str):
+            raise TypeError(f"{key} is {arguments[key]!r}, and by default the number {parameter.default}")
+
+
 def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
     kind = model_class(name)
     arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
     try:
         described = name.startswith("transformers.")
+        if not described:
+            _refuse_text(kind, arguments)
         model = kind(_config_class(kind)(**arguments)) if described else kind(**arguments)
     except Exception as error:  # whatever a class of another library raises
         raise ConfigError(

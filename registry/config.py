@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -34,8 +35,8 @@ def infer_config(
         variant: a variant of the family, or None.
 
     Raises:
-        ConfigError: the header lacks what an expression reads, or the config.json is of another class or contradicts
-            the tensors.
+        ConfigError: the header lacks what an expression reads, or the config.json is of another class, contradicts
+            the tensors, or scales latents by what is no number.
     """
     expressions = family.config_of(variant)
     inferred = _inferred(family, expressions, shapes, header)
@@ -51,6 +52,15 @@ def infer_config(
             hint="one of the two is of another model: put the right config.json beside the weights",
             path=header.path,
             items=conflicts,
+        )
+    wrong = _impossible(family, recorded)
+    if wrong:
+        raise ConfigError(
+            "config.json holds values that latents can't be scaled or moved by",
+            expected="a number other than 0 as scaling_factor, a number or null as shift_factor",
+            hint="the file is damaged or was changed: put the config.json of this model beside the weights",
+            path=header.path,
+            items=wrong,
         )
     recorded.pop("quantization_config", None)
     return MappingProxyType({**inferred, **recorded})
@@ -105,6 +115,19 @@ def _conflicts(
         elif recorded[key] is not None and reads_header(expression) and _plain(inferred[key]) != _plain(recorded[key]):
             found.append(f"{place}{key}: config.json says {recorded[key]!r}, the tensors show {inferred[key]!r}")
     return found
+
+
+def _impossible(family: Family, recorded: Mapping[str, Any]) -> list[str]:
+    """What no tensor shows, and would fail or spoil latents when they are scaled and moved by it."""
+    if family.kind != "vae":
+        return []
+    scale, shift = recorded.get("scaling_factor", 1), recorded.get("shift_factor")
+    found = [] if _is_number(scale) and scale else [f"scaling_factor: {scale!r}"]
+    return found if shift is None or _is_number(shift) else [*found, f"shift_factor: {shift!r}"]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _plain(value: Any) -> Any:

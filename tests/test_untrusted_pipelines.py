@@ -243,3 +243,35 @@ def test_a_pipelines_own_plain_arguments_are_taken(folder: Folder) -> None:
 )
 def test_which_values_a_pipelines_class_takes(pipeline: str, name: str, value: Any, taken: bool) -> None:
     assert takes_value(pipeline_class(pipeline), name, value) is taken
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"scaling_factor": None}, "scaling_factor: None"),
+        ({"scaling_factor": "x"}, "scaling_factor: 'x'"),
+        ({"scaling_factor": 0}, "scaling_factor: 0"),
+        ({"scaling_factor": True}, "scaling_factor: True"),
+        ({"shift_factor": "x"}, "shift_factor: 'x'"),
+        ({"shift_factor": [0.5]}, "shift_factor: [0.5]"),
+    ],
+)
+def test_latents_are_scaled_by_numbers_alone(folder: Folder, values: dict[str, Any], line: str) -> None:
+    path = folder("z-image")
+    edit(path / "vae" / "config.json", **values)
+    with pytest.raises(ConfigError, match="can't be scaled or moved by") as caught:
+        plan(path)
+    assert caught.value.items == (line,)
+
+
+def test_text_is_no_number_of_a_configuration(folder: Folder) -> None:
+    path = folder("z-image")
+    edit(path / "transformer" / "config.json", norm_eps="x")
+    with pytest.raises(ConfigError, match="norm_eps is 'x', and by default the number"):
+        plan(path)
+
+
+def test_a_vae_need_not_shift_its_latents(folder: Folder) -> None:
+    path = folder("z-image")
+    edit(path / "vae" / "config.json", shift_factor=None)
+    assert plan(path).parts["vae"].plan is not None
