@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipcast.registry.errors import SettingsError
+from slipcast.registry.errors import SettingsError, UnsupportedFileError
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.settings_check import check_layer
 from slipcast.registry.settings_layers import (
@@ -40,6 +40,7 @@ __all__ = [
     "Origin",
     "ResolvedSettings",
     "Settings",
+    "checkpoint_path",
     "parse_assignments",
     "resolve_settings",
     "setting_names",
@@ -60,6 +61,21 @@ class ResolvedSettings:
     values: Settings
     origins: Mapping[str, Origin]
     history: Mapping[str, tuple[tuple[Origin, Any], ...]]
+
+
+def checkpoint_path(path: object) -> Path:
+    """The path that a call names.
+
+    Raises:
+        UnsupportedFileError: it is neither a text nor a path.
+    """
+    if isinstance(path, str | os.PathLike):
+        return Path(path)
+    raise UnsupportedFileError(
+        f"a {type(path).__name__} as the path",
+        expected="the path of a file or folder, as a str or a Path",
+        hint="pass what pathlib.Path takes",
+    )
 
 
 def user_settings_file() -> Path:

@@ -176,12 +176,24 @@ def read_environment(environ: Mapping[str, str], folder: Path) -> Layer:
 
 
 def read_call(call: Mapping[str, Any], folder: Path) -> Layer:
-    """The settings of a call: nested, as ``{"fp8": {"mode": "off"}}``, or by dotted names."""
+    """The settings of a call: nested, as ``{"fp8": {"mode": "off"}}``, or by dotted names.
+
+    A dtype or device of torch stands for its name.
+    """
 
     def locate(where: Where) -> Place:  # noqa: ARG001 - a call has no lines
         return Place(None, None)
 
-    return Layer("call", _flat(_nested(call, locate), folder), locate)
+    named = {key: _named(value) for key, value in call.items()}
+    return Layer("call", _flat(_nested(named, locate), folder), locate)
+
+
+def _named(value: Any) -> Any:
+    """``torch.float32`` as "float32", ``torch.device("cuda", 0)`` as "cuda:0"; torch is not imported for it."""
+    kind = type(value)
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
+        return str(value).removeprefix("torch.")
+    return value
 
 
 def parse_assignments(arguments: Iterable[str]) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipcast.registry.catalogue import load_catalogue
-from slipcast.registry.errors import UnsupportedFileError
 from slipcast.registry.inspection import Identified, Inspection, identify_path, inspect_path
-from slipcast.registry.settings import Settings, resolve_settings
+from slipcast.registry.settings import Settings, checkpoint_path, resolve_settings
 
 if TYPE_CHECKING:
     import torch
@@ -268,14 +266,13 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 
 def resolve(path: str | Path, settings: dict[str, Any]) -> Settings:
-    """The settings for one checkpoint: every layer, and these on top."""
-    if not isinstance(path, str | os.PathLike):
-        raise UnsupportedFileError(
-            f"a {type(path).__name__} as the path",
-            expected="the path of a file or folder, as a str or a Path",
-            hint="pass what pathlib.Path takes",
-        )
-    return resolve_settings(settings, checkpoint=Path(path)).values
+    """The settings for one checkpoint: every layer, and these on top.
+
+    Raises:
+        UnsupportedFileError: the path is none.
+        SettingsError: a setting is unknown or has a wrong value.
+    """
+    return resolve_settings(settings, checkpoint=checkpoint_path(path)).values
 
 
 def _settings_of_plan(plan: Plan, settings: Settings, given: Iterable[str]) -> Settings:

@@ -19,10 +19,11 @@ import slipcast
 from slipcast.cli import bench_command
 from slipcast.demo.prompted import PIPELINE, draw
 from slipcast.engine.devices import resolve_device
-from slipcast.engine.pipeline import measurement
+from slipcast.engine.pipeline import measurement, pipeline_plan
 from slipcast.engine.pipeline.comparison import Bounds, compare, pictures_psnr
 from slipcast.engine.pipeline.measurement import Measurement, machine_name
 from slipcast.engine.pipeline.reference import Reference, load_reference
+from slipcast.engine.policy.sizes import ImageSize
 from support.command_line import json_of, output_of, run
 from support.isolation import isolate
 
@@ -189,9 +190,9 @@ def test_the_psnr_of_pictures() -> None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        (["--seed", "4"], "a reference of another seed"),
-        (["--prompt", "six", "--steps", "3"], "a reference of another prompt, steps"),
-        (["--size", "128x64"], "a reference of another width"),
+        (["--seed", "4"], "a reference that was drawn with other values of seed"),
+        (["--prompt", "six", "--steps", "3"], "a reference that was drawn with other values of prompt, steps"),
+        (["--size", "128x64"], "a reference that was drawn with other values of width"),
     ],
 )
 def test_a_reference_of_another_request(nothing_drawn: None, reference: Path, options: list[str], found: str) -> None:
@@ -235,9 +236,32 @@ def test_what_is_no_reference(nothing_drawn: None, reference: Path, fields: dict
 
 
 def test_a_reference_that_is_missing_or_no_json(nothing_drawn: None, folder: Path) -> None:
-    assert json_of("bench", PIPELINE, *FEW, "--against", "none.json", exit_code=2)["error"] == "HeaderError"
     (folder / "text.json").write_text("text")
-    assert json_of("bench", PIPELINE, *FEW, "--against", "text.json", exit_code=2)["error"] == "HeaderError"
+    for name in ("none.json", "text.json"):
+        error = json_of("bench", PIPELINE, *FEW, "--against", name, exit_code=2)
+        assert (error["error"], error["expected"]) == ("HeaderError", "a file that 'slipcast bench --save' wrote")
+        assert "check the path that --against names" in error["hint"]
+
+
+@pytest.mark.parametrize("bound", ["--min-psnr", "--max-latency-regression", "--max-memory-regression"])
+def test_a_bound_that_is_no_number(nothing_drawn: None, reference: Path, bound: str) -> None:
+    error = json_of("bench", PIPELINE, *FEW, "--against", reference, bound, "nan", exit_code=2)
+    assert (error["error"], error["expected"]) == (
+        "SettingsError",
+        "a number, which a measurement can be compared with",
+    )
+
+
+def test_what_is_measured_is_planned_at_its_size(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    planned: list[Any] = []
+
+    def plan(path: Path, settings: Any, size: Any = None) -> Any:
+        planned.append(size)
+        raise slipcast.SlipcastError("enough", expected="", hint="")
+
+    monkeypatch.setattr(pipeline_plan, "make_pipeline_plan", plan)
+    json_of("bench", PIPELINE, *DRAWN, *FEW, "--size", "64x0", exit_code=2)
+    assert planned == [ImageSize(64, 1024)]
 
 
 def test_pictures_that_are_a_pipe_are_not_waited_for(nothing_drawn: None, reference: Path) -> None:
@@ -288,6 +312,7 @@ def test_pictures_of_another_size_or_memory_of_another_kind(reference: Path) -> 
         (DRAWN[2:], "Missing option '--prompt'"),
         ((*DRAWN, "--min-psnr", "30"), "A bound needs '--against'"),
         ((*DRAWN, "--max-memory-regression", "-1"), "-1"),
+        ((*DRAWN, "--guidance", "nan"), "guidance is nan"),
         ((*DRAWN, "--save", "reference.txt"), "the name ends in .txt"),
         ((*DRAWN, "--save", "nowhere/reference.json"), "there is no such folder"),
         ((*DRAWN, "--size", "60x64"), "a width of 60 pixels"),

@@ -12,6 +12,9 @@ from PIL import Image
 
 import slipcast
 from slipcast.engine import loader
+from slipcast.engine.pipeline import pipeline_plan
+from slipcast.engine.policy import sizes
+from slipcast.engine.policy.sizes import ImageSize
 from support.command_line import json_of, output_of, run
 from support.isolation import isolate
 from support.tiny_pipelines import write_pipeline, write_single
@@ -97,10 +100,15 @@ REFUSED = [
     (("--size", "65x64"), "a width of 65 pixels", "give 64 or 80"),
     (("--size", "8x64"), "a width of 8 pixels", "give 16 or 32"),
     (("--frames", "5"), "num_frames for ZImagePipeline, which takes none", "leave it out"),
-    (("--strength", "0.5"), "strength for ZImagePipeline, which takes none", "give a picture to start from"),
+    (("--strength", "0.5"), "a strength of 0.5 without a picture to start from", "give a picture to start from"),
+    (("--strength", "0"), "'--strength': 0.0 is not in the range 0<x<=1", ""),
+    (("--guidance", "nan"), "guidance is nan", "give guidance such a value"),
+    (("--guidance", "inf"), "guidance is inf", "give guidance such a value"),
+    (("--out", "a.gif"), "one picture for a .gif file, which holds several frames", "another ending"),
+    (("--size", "160000x160000"), "a pipeline that needs", "ask for a smaller size: the weights fit"),
     (("--out", "a.tiff"), "the name ends in .tiff", "another ending"),
     (("--out", "missing/a.png"), "there is no such folder to write into", "make the folder"),
-    (("--image", "no.png"), "the picture can't be read", "another file"),
+    (("--image", "no.png"), "the picture can't be read: there is no such file", "check the path that --image names"),
     (("--size", "64"), "'64' is no size; write it as 1024x768", ""),
     (("--device", "cuda:8.6,12GiB"), "which is not there", ""),
 ]
@@ -115,6 +123,32 @@ def test_what_is_refused_is_refused_before_anything_is_loaded(
     assert result.exit_code == 2
     assert found in result.stderr
     assert hint in result.stderr
+
+
+def test_a_video_is_refused_a_file_of_one_picture_before_it_is_loaded(
+    folders: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "execute", None)
+    result = run("generate", folders["wan"], *CALL, "--frames", "5", "--out", "a.jpg")
+    assert result.exit_code == 2
+    assert "several frames for a .jpg file, which holds one picture" in result.stderr
+
+
+def test_a_side_that_is_not_positive_is_planned_for_and_drawn_as_one_that_is_not_given(
+    folders: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    planned: list[object] = []
+    own = pipeline_plan.make_pipeline_plan
+
+    def plan(path: object, settings: object, size: object = None) -> object:
+        planned.append(size)
+        return own(path, settings, size)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pipeline_plan, "make_pipeline_plan", plan)
+    monkeypatch.setattr(sizes, "DEFAULT_SIDE", 96)
+    told = json_of("generate", folders["z-image"], *CALL, "--size", "0x64", "--out", here / "a.png")
+    assert (told["arguments"]["width"], told["arguments"]["height"]) == (told["width"], told["height"]) == (96, 64)
+    assert planned == [ImageSize(96, 64)]
 
 
 def test_a_family_without_such_a_pipeline_refuses_pictures(folders: Mapping[str, Path], here: Path) -> None:

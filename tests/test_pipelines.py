@@ -18,7 +18,8 @@ from torch import nn
 import slipcast
 from slipcast.engine.check.torchvision_stand_in import torchvision_or_stand_in
 from slipcast.engine.pipeline.assemble import pipeline_record
-from slipcast.engine.pipeline.generate import GenerationRequest, generate
+from slipcast.engine.pipeline.generate import generate
+from slipcast.engine.pipeline.request import GenerationRequest
 from slipcast.registry.errors import Cancelled, CompanionError
 from support.tiny_pipelines import (
     ALL_IN_ONE,

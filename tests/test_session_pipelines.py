@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import is_fake
 import slipcast
 from slipcast import Session
 from slipcast.engine.check.torchvision_stand_in import torchvision_or_stand_in
-from slipcast.engine.pipeline.generate import GenerationProgress, GenerationRequest, generate
+from slipcast.engine.pipeline.generate import GenerationProgress, generate
+from slipcast.engine.pipeline.request import GenerationRequest
 from slipcast.engine.policy.apply import Applied
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.engine.session.pipeline_opener import PipelineOpener

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipcast.engine.pipeline.measurement import Measurement
 from slipcast.engine.pipeline.reference import Reference
-from slipcast.registry.errors import UnsupportedFileError
+from slipcast.registry.errors import SettingsError, UnsupportedFileError
 
 _BRIGHTEST = 255
 
@@ -22,14 +22,25 @@ class Bounds:
         latency: growth of the median duration in percent.
         memory: growth of the peak in percent.
         psnr: least PSNR in decibels.
+
+    Raises:
+        SettingsError: one of them is NaN.
     """
 
     latency: float | None = None
     memory: float | None = None
     psnr: float | None = None
 
-    def __bool__(self) -> bool:
-        return (self.latency, self.memory, self.psnr) != (None, None, None)
+    def __post_init__(self) -> None:
+        for name in ("latency", "memory", "psnr"):
+            value = getattr(self, name)
+            if value is not None and math.isnan(value):
+                raise SettingsError(
+                    f"the bound of the {name} is no number",
+                    expected="a number, which a measurement can be compared with",
+                    hint="give a number, or leave the bound out",
+                    field=name,
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from slipcast.engine.pipeline.classes import is_modular, pipeline_class
 from slipcast.engine.pipeline.interruption import interruptible, refuse_cancelled
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
 from slipcast.engine.pipeline.policies import refit_
+from slipcast.engine.pipeline.request import GenerationRequest, refuse_no_multiple
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.registry.errors import SettingsError
 from slipcast.registry.runtime import Sampling
@@ -38,35 +39,6 @@ class GenerationProgress:
 
 StepProgress = Callable[[GenerationProgress], None]
 """Called after each step."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """What is to be drawn; what is None is left to the family's facts, then to the pipeline.
-
-    Attributes:
-        prompt: what is to be seen.
-        negative_prompt: what is not to be seen.
-        steps: number of denoising steps.
-        guidance: strength of guidance.
-        seed: of the noise.
-        width: in pixels, a multiple of the family's; one that is not positive counts as None.
-        height: likewise.
-        frames: number of frames of a video.
-        image: a PIL picture to start from.
-        strength: how far to go from it, from 0 to 1.
-    """
-
-    prompt: str
-    negative_prompt: str | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    seed: int = 0
-    width: int | None = None
-    height: int | None = None
-    frames: int | None = None
-    image: Any = None
-    strength: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +120,12 @@ def drawn_size(pipe: Any, arguments: Mapping[str, Any]) -> ImageSize:
     return ImageSize.of(given("width", side), given("height", side), given("num_frames", None))
 
 
+def draws_several(plan: PipelinePlan, request: GenerationRequest) -> bool:
+    """Whether a request is of several frames, as a pipeline of videos draws them unless it is asked for one."""
+    takes = _parameters(pipeline_class(plan.pipeline if request.image is None else _of_images(plan)))
+    return "num_frames" in takes and request.frames != 1
+
+
 def check_request(plan: PipelinePlan, request: GenerationRequest) -> None:
     """Refuse what ``generate`` would refuse, before anything is loaded.
 
@@ -155,7 +133,7 @@ def check_request(plan: PipelinePlan, request: GenerationRequest) -> None:
         SettingsError: the pipeline can't do what is asked.
     """
     sampling = plan.found.sampling
-    kind = pipeline_class(plan.pipeline if request.image is None else _of_images(sampling, plan.pipeline))
+    kind = pipeline_class(plan.pipeline if request.image is None else _of_images(plan))
     call_arguments(kind, request, sampling)
 
 
@@ -166,15 +144,16 @@ def image_pipeline(pipe: Any) -> Any:
         SettingsError: the family has none.
     """
     plan = pipeline_record(pipe).plan
-    kind = pipeline_class(_of_images(plan.found.sampling, plan.pipeline))
+    kind = pipeline_class(_of_images(plan))
     return pipe if isinstance(pipe, kind) else same_parts(pipe, kind)
 
 
-def _of_images(sampling: Sampling, pipeline: str) -> str:
+def _of_images(plan: PipelinePlan) -> str:
+    sampling = plan.found.sampling
     if sampling.image_to_image is None:
         raise _refused(
             "image",
-            f"a picture to start from, for which diffusers has no pipeline like {pipeline}",
+            f"a picture to start from, for which diffusers has no pipeline like {plan.pipeline}",
             "a family whose sampling: names a pipeline for image_to_image",
             "leave the picture out",
         )
@@ -215,26 +194,19 @@ def call_arguments(kind: type, request: GenerationRequest, sampling: Sampling) -
                 name,
                 f"{name} for {kind.__name__}, which takes none",
                 "what the pipeline takes",
-                "leave it out, or give a picture to start from" if name == "strength" else "leave it out",
+                "leave it out",
             )
     return arguments
 
 
 def _size(request: GenerationRequest, sampling: Sampling) -> dict[str, int]:
     """Width and height that are asked for, or of the picture to start from."""
-    asked = {name: value for name in ("width", "height") if (value := getattr(request, name)) and value > 0}
+    asked = {name: value for name in ("width", "height") if (value := getattr(request, name)) is not None}
     multiple = sampling.size_multiple or 1
     for name, pixels in asked.items():
-        if pixels % multiple:
-            below = max(pixels // multiple, 1) * multiple
-            raise _refused(
-                name,
-                f"a {name} of {pixels} pixels",
-                f"a multiple of {multiple}",
-                f"give {below} or {below + multiple}",
-            )
+        refuse_no_multiple(name, pixels, multiple)
     if request.image is None:
-        return asked
+        return {name: getattr(request.size, name) for name in ("width", "height")} if asked else {}
     own = dict(zip(("width", "height"), request.image.size, strict=True))
     return {name: asked.get(name) or max(own[name] // multiple, 1) * multiple for name in own}
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from slipcast.engine.devices import Device, resolve_device
 from slipcast.engine.measure import Peaks, anonymous_bytes
 from slipcast.engine.pipeline.assemble import assemble, pipeline_status
-from slipcast.engine.pipeline.generate import Generated, GenerationRequest, generate
+from slipcast.engine.pipeline.generate import Generated, generate
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
+from slipcast.engine.pipeline.request import GenerationRequest
 from slipcast.engine.plan import Decision
 
 MemoryKind = Literal["device", "host_anonymous"]

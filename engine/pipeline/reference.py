@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from slipcast.engine.pipeline.generate import GenerationRequest
 from slipcast.engine.pipeline.measurement import Measurement, MemoryKind
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
+from slipcast.engine.pipeline.request import GenerationRequest
 from slipcast.registry.errors import DeviceError, HeaderError, SettingsError, UnsupportedFileError
 from slipcast.registry.new_files import new_file, refuse_place
 from slipcast.registry.untrusted_files import open_regular, read_json_object
@@ -153,7 +153,15 @@ def load_reference(path: Path) -> Reference:
         HeaderError: the file is missing or no JSON.
         UnsupportedFileError: it is no reference.
     """
-    content = read_json_object(path, limit_mib=_LIMIT_MIB)
+    try:
+        content = read_json_object(path, limit_mib=_LIMIT_MIB)
+    except HeaderError as error:
+        raise HeaderError(
+            error.found,
+            expected="a file that 'slipcast bench --save' wrote",
+            hint="check the path that --against names, or measure and save a reference with 'slipcast bench --save'",
+            path=path,
+        ) from error
     try:
         return Reference.model_validate(content)
     except ValidationError as error:
@@ -228,7 +236,7 @@ def refuse_other(path: Path, reference: Reference, plan: PipelinePlan, request: 
     differing = [name for name, value in reference.request if asked[name] != value]
     if differing:
         raise SettingsError(
-            "a reference of another " + ", ".join(differing),
+            f"a reference that was drawn with other values of {', '.join(differing)}",
             expected=", ".join(f"{name} {getattr(reference.request, name)!r}" for name in differing),
             hint="leave these options out, which takes them from the reference, or save another reference",
             path=path,

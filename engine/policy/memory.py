@@ -185,6 +185,8 @@ def _too_large(
         hint = f"{again or 'set '}memory=auto: {_SAYS[other]}, which takes {_mib(anywhere)}"
     elif percent := int(100 * share):
         hint = f"ask for {percent} % of the pixels, over all pictures drawn at a time: the weights fit"
+    elif share > 0:
+        hint = "ask for a smaller size: the weights fit, and the activations of less than 1 % of the pixels"
     else:
         hint = "keep the weights in fewer bytes (fp8=storage, text_encoder=fp8), or take a smaller model"
     return DeviceError(

@@ -11,7 +11,8 @@ from slipcast.engine.plan import Decision
 from slipcast.registry.settings import Settings
 
 if TYPE_CHECKING:
-    from slipcast.engine.pipeline.generate import Generated, GenerationProgress, GenerationRequest
+    from slipcast.engine.pipeline.generate import Generated, GenerationProgress
+    from slipcast.engine.pipeline.request import GenerationRequest
     from slipcast.engine.policy.sizes import ImageSize
 
 

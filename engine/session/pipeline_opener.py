@@ -12,9 +12,10 @@ import torch
 from slipcast.engine.described_device import refuse_described
 from slipcast.engine.devices import Device, resolve_device
 from slipcast.engine.pipeline.assemble import assemble, pipeline_record, pipeline_status
-from slipcast.engine.pipeline.generate import Generated, GenerationRequest, StepProgress, check_request, generate
+from slipcast.engine.pipeline.generate import Generated, StepProgress, check_request, generate
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, PlannedPart, make_pipeline_plan
 from slipcast.engine.pipeline.policies import adjust_
+from slipcast.engine.pipeline.request import GenerationRequest, refuse_no_multiple
 from slipcast.engine.plan import Decision
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.engine.policy.snapshot import Snapshot, take_snapshot
@@ -38,6 +39,9 @@ class PipelineOpener:
         if loaded is not None and loaded.device == device.name:
             snapshot = self._without(loaded.plan, device, snapshot)
         plan = make_pipeline_plan(path, settings, size, snapshot)
+        if size is not None:
+            for name, pixels in (("width", size.width), ("height", size.height)):
+                refuse_no_multiple(name, pixels, plan.found.sampling.size_multiple)
         content = (*_described(plan), *(state for part in plan.parts.values() for state in _states(part)))
         return Validated(path, settings, plan, plan.found.family.id, plan.pipeline, plan.device, content)
 

@@ -9,17 +9,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.pipeline.request import checked_size, make_request
 from slipcast.engine.session.bearing import bearing_settings
 from slipcast.engine.session.jobs import Job, Jobs
 from slipcast.engine.session.opener import Opener, Validated
 from slipcast.engine.session.release import ran_out_of_memory, release_frames, release_memory
 from slipcast.engine.session.session_status import SessionStatus
 from slipcast.registry.errors import Cancelled, DeviceError, SessionError
-from slipcast.registry.settings import resolve_settings
+from slipcast.registry.settings import checkpoint_path, resolve_settings
 
 if TYPE_CHECKING:
-    from slipcast.engine.pipeline.generate import Generated, GenerationProgress, GenerationRequest
+    from slipcast.engine.pipeline.generate import Generated, GenerationProgress
+    from slipcast.engine.pipeline.request import GenerationRequest
 
 logger = logging.getLogger("slipcast")
 Result = TypeVar("Result")
@@ -51,9 +52,13 @@ class Session:
     Args:
         settings: those of every load, over which a load lays its own; see configs/defaults.yaml.
         opener: what makes the pipelines, by default of checkpoints as ``slipcast.pipeline`` does.
+
+    Raises:
+        SettingsError: a setting is unknown or has a wrong value.
     """
 
     def __init__(self, *, opener: Opener | None = None, **settings: Any) -> None:
+        resolve_settings(settings)
         if opener is None:
             from slipcast.engine.session.pipeline_opener import PipelineOpener
 
@@ -94,8 +99,8 @@ class Session:
             SessionError: called in a callback of this session.
         """
         with self._jobs.asked("load") as job:
-            whole = Path(path).absolute()
-            wanted = None if size is None else ImageSize.of(*size)
+            whole = checkpoint_path(path).absolute()
+            wanted = None if size is None else checked_size(size)
             values = resolve_settings({**self._settings, **settings}, checkpoint=whole).values
             validated = self._opener.validate(whole, values, wanted, self._present().validated)
             job.key = (validated.path, validated.content, bearing_settings(values))
@@ -117,13 +122,11 @@ class Session:
 
         Raises:
             SessionError: nothing is loaded, or this is called in a callback of this session.
-            SettingsError: the pipeline can't do what is asked.
+            SettingsError: a value is of a wrong type or out of its range, or the pipeline can't do what is asked.
             DeviceError: memory ran out. The pipeline stays.
             Cancelled: by ``cancel``, or by a later load or unload; within one step.
         """
-        from slipcast.engine.pipeline.generate import GenerationRequest
-
-        request = GenerationRequest(prompt=prompt, **asked)
+        request = make_request(prompt=prompt, **asked)
         with self._jobs.asked("generate") as job:
             self._jobs.put_in_line(job)
             return self._in_turn(job, lambda: self._generate(job, request, progress))

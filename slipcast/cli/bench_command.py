@@ -12,14 +12,15 @@ from slipcast.cli.errors import DONE, INCOMPLETE
 from slipcast.cli.generate_command import Size
 from slipcast.cli.options import call_settings, common_options, device_option, path_argument, settings_options
 from slipcast.cli.output import exact_bytes, progress_bar, write, write_facts, write_heading, write_json
+from slipcast.engine.pipeline.request import make_request
 from slipcast.registry.settings import Settings
 
 if TYPE_CHECKING:
-    from slipcast.engine.pipeline.comparison import Bounds, Compared
-    from slipcast.engine.pipeline.generate import GenerationRequest
+    from slipcast.engine.pipeline.comparison import Compared
     from slipcast.engine.pipeline.measurement import Measurement
     from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
     from slipcast.engine.pipeline.reference import Reference
+    from slipcast.engine.pipeline.request import GenerationRequest
 
 _LARGEST_SEED = 2**63 - 1
 _PERCENT = click.FloatRange(min=0)
@@ -100,16 +101,16 @@ def command(
 
     The exit code is 1 if a bound is passed, and 2 if the reference is of another device, pipeline or request.
     """
-    from slipcast.engine.pipeline.comparison import Bounds
-
     settings = api.resolve(path, call_settings(assignments, device))
-    bounds = Bounds(max_latency_regression, max_memory_regression, min_psnr)
-    if bounds and against is None:
+    bounds = (max_latency_regression, max_memory_regression, min_psnr)
+    if bounds != (None, None, None) and against is None:
         raise click.UsageError("A bound needs '--against', the reference that it is relative to.")
     if asked["prompt"] is None and against is None:
         raise click.UsageError("Missing option '--prompt'; only with '--against' it may be left out.")
     asked["width"], asked["height"] = size or (None, None)
     given = {name: value for name, value in asked.items() if value is not None}
+    if against is None:
+        make_request(**given)
     outcome = _bench(path, settings, given, iterations, warmup, (save, overwrite), against, bounds)
     facts = _facts(outcome, path, warmup, save, against)
     if as_json:
@@ -127,24 +128,25 @@ def _bench(
     warmup: int,
     save: tuple[Path | None, bool],
     against: Path | None,
-    bounds: Bounds,
+    limits: tuple[float | None, float | None, float | None],
 ) -> _Outcome:
     from slipcast.engine.described_device import refuse_described
     from slipcast.engine.devices import resolve_device
     from slipcast.engine.pipeline import reference as references
-    from slipcast.engine.pipeline.comparison import compare
-    from slipcast.engine.pipeline.generate import GenerationRequest, check_request
+    from slipcast.engine.pipeline.comparison import Bounds, compare
+    from slipcast.engine.pipeline.generate import check_request
     from slipcast.engine.pipeline.measurement import machine_name, measure
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
 
+    bounds = Bounds(*limits)
     refuse_described(settings.device)
     place, overwrite = save
     if place is not None:
         references.refuse_reference_place(place, overwrite=overwrite)
     reference = None if against is None else references.load_reference(against)
     drawn_before = {} if reference is None else dict(reference.request)
-    request = GenerationRequest(**{**drawn_before, **given})
-    plan = make_pipeline_plan(path, settings)
+    request = make_request(**{**drawn_before, **given})
+    plan = make_pipeline_plan(path, settings, request.size)
     check_request(plan, request)
     expected = None
     if against is not None and reference is not None:

@@ -11,6 +11,7 @@ from slipcast.cli.errors import DONE, INCOMPLETE
 from slipcast.cli.options import call_settings, common_options, device_option, settings_options
 from slipcast.cli.output import mebibytes, progress_bar, write, write_facts, write_heading, write_json, write_table
 from slipcast.registry.new_files import new_file, refuse_place
+from slipcast.registry.settings import resolve_settings
 
 if TYPE_CHECKING:
     from slipcast.demo.prompted import Prompted
@@ -68,6 +69,7 @@ def command(
     unquantised model are recognised, and fp8 storage changes that by 1 at most.
     """
     settings = call_settings(assignments, device)
+    resolve_settings(settings)
     refuse_place(out, overwrite=overwrite)
     if steps is not None and prompt is None:
         raise click.UsageError("Option '--steps' needs '--prompt': the comparison always takes the same steps.")

@@ -11,13 +11,15 @@ from slipcast import api
 from slipcast.cli.options import call_settings, common_options, device_option, path_argument, settings_options
 from slipcast.cli.output import mebibytes, progress_bar, write, write_facts, write_heading, write_json, write_table
 from slipcast.cli.plan_view import write_settings
+from slipcast.engine.pipeline.request import make_request
 from slipcast.registry.errors import UnsupportedFileError
 from slipcast.registry.new_files import new_file, refuse_place
 from slipcast.registry.settings import Settings
 
 if TYPE_CHECKING:
-    from slipcast.engine.pipeline.generate import Generated, GenerationRequest
+    from slipcast.engine.pipeline.generate import Generated
     from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
+    from slipcast.engine.pipeline.request import GenerationRequest
 
 _LARGEST_SEED = 2**63 - 1
 _PICTURES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
@@ -48,7 +50,7 @@ class Size(click.ParamType[tuple[int, int]]):
 @click.option("--size", type=Size(), metavar="WxH", help="Width and height in pixels; the pipeline's if left out.")
 @click.option("--frames", type=click.IntRange(1), help="Number of frames of a video.")
 @click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="A picture to start from.")
-@click.option("--strength", type=click.FloatRange(0, 1), help="How far to go from that picture.")
+@click.option("--strength", type=click.FloatRange(0, 1, min_open=True), help="How far to go from that picture.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -102,8 +104,8 @@ def command(
         )
     refuse_place(out, overwrite=overwrite)
     width, height = size or (None, None)
-    request = _request(prompt=prompt, width=width, height=height, image=_opened(image), **asked)
-    pipe, drawn = _draw(path, settings, request)
+    request = make_request(prompt=prompt, width=width, height=height, image=_opened(image), **asked)
+    pipe, drawn = _draw(path, settings, request, out)
     _save(drawn, pipe, out, overwrite)
     facts = _facts(pipe, request, drawn, out)
     if as_json:
@@ -112,22 +114,16 @@ def command(
         _write(facts)
 
 
-def _request(**asked: Any) -> GenerationRequest:
-    from slipcast.engine.pipeline.generate import GenerationRequest
-
-    return GenerationRequest(**asked)
-
-
-def _draw(path: Path, settings: Settings, request: GenerationRequest) -> tuple[Any, Generated]:
+def _draw(path: Path, settings: Settings, request: GenerationRequest, out: Path) -> tuple[Any, Generated]:
     from slipcast.engine.described_device import refuse_described
     from slipcast.engine.pipeline.assemble import assemble
-    from slipcast.engine.pipeline.generate import check_request, generate
+    from slipcast.engine.pipeline.generate import check_request, draws_several, generate
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
-    from slipcast.engine.policy.sizes import ImageSize
 
     refuse_described(settings.device)
-    plan = make_pipeline_plan(path, settings, ImageSize.of(request.width, request.height, request.frames))
+    plan = make_pipeline_plan(path, settings, request.size)
     check_request(plan, request)
+    _format(out, several=draws_several(plan, request))
     with progress_bar("loading") as progress:
         pipe = assemble(plan, progress=progress)
     with progress_bar("drawing", in_bytes=False) as progress:
@@ -143,6 +139,13 @@ def _opened(image: Path | None) -> Any:
         with Image.open(image) as found:
             found.load()
             return found
+    except FileNotFoundError as error:
+        raise UnsupportedFileError(
+            "the picture can't be read: there is no such file",
+            expected="a PNG, JPEG or WebP file",
+            hint="check the path that --image names",
+            path=image,
+        ) from error
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise UnsupportedFileError(
             f"the picture can't be read: {error}",
@@ -152,19 +155,26 @@ def _opened(image: Path | None) -> Any:
         ) from error
 
 
-def _save(drawn: Generated, pipe: Any, out: Path, overwrite: bool) -> None:
-    from slipcast.engine.pipeline.assemble import pipeline_record
-
-    first, *others = drawn.images
-    kinds = _VIDEOS if others else _PICTURES
+def _format(out: Path, *, several: bool) -> str:
+    """What Pillow calls the format of a file, which holds one picture or several frames."""
+    kinds = _VIDEOS if several else _PICTURES
     kind = kinds.get(out.suffix.lower())
     if kind is None:
         raise UnsupportedFileError(
-            f"{len(drawn.images)} frames for a file that holds {'one picture' if others else 'several'}",
+            f"{'several frames' if several else 'one picture'} for a {out.suffix} file, "
+            f"which holds {'one picture' if several else 'several frames'}",
             expected=f"a name that ends in one of {', '.join(kinds)}",
             hint="give --out another ending",
             path=out,
         )
+    return kind
+
+
+def _save(drawn: Generated, pipe: Any, out: Path, overwrite: bool) -> None:
+    from slipcast.engine.pipeline.assemble import pipeline_record
+
+    first, *others = drawn.images
+    kind = _format(out, several=drawn.is_video)
     rate = pipeline_record(pipe).plan.found.sampling.frame_rate or _FRAME_RATE
     moving = {"save_all": True, "append_images": others, "duration": round(1000 / rate), "loop": 0} if others else {}
     with new_file(out, overwrite=overwrite) as file:

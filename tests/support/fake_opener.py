@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipcast.engine.pipeline.generate import Generated, GenerationProgress, GenerationRequest
+from slipcast.engine.pipeline.generate import Generated, GenerationProgress
+from slipcast.engine.pipeline.request import GenerationRequest
 from slipcast.engine.plan import Decision
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.engine.session.opener import Validated
