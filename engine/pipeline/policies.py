@@ -393,4 +393,4 @@ def vae_decisions(
     }
 
 
-_TILES = {False: "the VAE's own", True: "rounded down to a multiple of 4 latents, of which it has at least 8"}
+_TILES = {False: "the VAE's own", True: "rounded to a multiple of 8 latents, of which it has at least 8"}

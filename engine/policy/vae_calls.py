@@ -16,10 +16,11 @@ CALLS: tuple[Call, ...] = ("encode", "decode")
 _SWITCHES = ("use_tiling", "use_slicing")
 _RATIO = 8
 """Pixels along a side for each latent, where a VAE does not say."""
-_WHOLE = 4
-"""Latents of which a tile is a multiple, so that a quarter of it is whole."""
-_LEAST = 8
-"""Latents of the smallest tile: smaller ones leave less than two latents of overlap, and blend nothing."""
+_QUARTERED = 4
+"""Latents of which a tile must be a multiple, so that a quarter of it is whole."""
+_WHOLE = 8
+"""Latents of which a tile that is asked for is a multiple: steps are then even, and leave no tile of one latent, which
+small models can't normalise."""
 
 
 class VaeCalls:
@@ -97,7 +98,7 @@ def set_tile_side_(vae: Any, side: int) -> int:
         return 0
     if hasattr(vae, "tile_sample_min_size"):
         ratio = _pixels_per_latent(vae)
-        if side or own != vae.tile_sample_min_size or own % (_WHOLE * ratio):
+        if side or own != vae.tile_sample_min_size or own % (_QUARTERED * ratio):
             vae.tile_sample_min_size = _working_side(side or own, ratio)
             vae.tile_latent_min_size = vae.tile_sample_min_size // ratio
         return int(vae.tile_sample_min_size)
@@ -123,4 +124,4 @@ def _pixels_per_latent(vae: Any) -> int:
 
 
 def _working_side(side: int, ratio: int) -> int:
-    return max(side // (_WHOLE * ratio) * _WHOLE, _LEAST) * ratio
+    return max(side // (_WHOLE * ratio), 1) * _WHOLE * ratio
