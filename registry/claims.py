@@ -143,7 +143,7 @@ def choose_variant(
         if evidence.complete:
             shown = [*evidence.found, *(f"no {absent}" for absent in evidence.absent), *evidence.held]
             fitting[name] = ", ".join(shown)
-    said = {name: word for name in fitting if (word := _word_in(path, variants[name])) is not None}
+    said = {name: word for name in fitting if (word := word_in(path, variants[name])) is not None}
     for name, word in said.items():
         if fitting[name]:
             return VariantChoice(name, f"{fitting[name]}, and the file name contains {word!r}", True)
@@ -173,5 +173,6 @@ def wanted_variant(claim: Answer, claims: Sequence[Answer], path: Path) -> Varia
     return None
 
 
-def _word_in(path: Path, variant: Variant) -> str | None:
+def word_in(path: Path, variant: Variant) -> str | None:
+    """The word of a variant that a file's name contains; None where it contains none."""
     return next((word for word in variant.guess_from_filename if word.lower() in path.name.lower()), None)

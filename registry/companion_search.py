@@ -55,6 +55,7 @@ class CompanionSearch:
             CompanionError: parts are missing, or not what is needed.
         """
         self._refuse_unknown(needed)
+        self._refuse_idle_settings(needed)
         found: dict[str, Companion] = {}
         absent: dict[str, str] = {}
         missing: dict[str, str] = {}
@@ -200,6 +201,14 @@ class CompanionSearch:
         kind, named, given = kind_of_role(role), self._setting(role), self._setting("folder")
         if named is not None:
             folder = named_folder(named, role) or named
+            if not folder.exists():
+                raise CompanionError(
+                    f"the setting companions.{role}, and there is no such file or folder",
+                    expected=f"a folder with the files of {needed}",
+                    hint=f"correct the setting companions.{role}",
+                    path=folder,
+                    roles=(role,),
+                )
             return Companion(role, kind, self._listed_class(folder, role, needed), f"setting companions.{role}", folder)
         places = [
             (None if self.index is None else self.index.folder, "in the pipeline's folder"),
@@ -300,6 +309,19 @@ class CompanionSearch:
                     path=self.path,
                     roles=(role,),
                 )
+
+    def _refuse_idle_settings(self, needed: Mapping[str, str]) -> None:
+        """Refuse settings for parts that the pipeline has not: whoever gives one expects it to be used."""
+        given = [role for role, value in self.settings.companions if value is not None and role != "folder"]
+        idle = tuple(role for role in given if role not in needed)
+        if idle:
+            raise CompanionError(
+                f"{', '.join(f'companions.{role}' for role in idle)}, and the pipeline has no such part",
+                expected=f"parts that it has: {', '.join(needed)}",
+                hint="leave the setting out, or correct its name",
+                path=self.path,
+                roles=idle,
+            )
 
     def _title(self, needed: str) -> str:
         if is_class(needed):

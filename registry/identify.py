@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,11 +20,12 @@ from slipcast.registry.claims import (
     plausible,
     strip_prefix,
     wanted_variant,
+    word_in,
 )
 from slipcast.registry.config import infer_config
 from slipcast.registry.errors import IdentificationError
 from slipcast.registry.evidence import absence, asked_of, weigh
-from slipcast.registry.family import Family
+from slipcast.registry.family import Family, Variant
 from slipcast.registry.header import Checkpoint, Header
 from slipcast.registry.keymap.key_map import KeyMap
 from slipcast.registry.quantisation import Bundle, Bundles, assemble
@@ -127,26 +129,50 @@ def _identify_header(
         wanted = (
             _configured_variant(claim, header)
             or wanted_variant(claim, claims, header.path)
-            or _needed_variant(claim, needed)
+            or _needed_variant(claim, needed, header.path)
         )
         yield _match(header, component, bundles, claim, part, wanted)
 
 
 def _configured_variant(claim: Answer, header: Header) -> VariantChoice | None:
-    """The variant whose class, other than the family's, a folder's config.json names."""
-    named = None if header.config is None else header.config.get("_class_name")
-    for name, variant in claim.family.variants.items():
-        other = variant.model is not None and variant.model.partition(".")[2] == named
-        if other and weigh(variant, claim.names).complete:
+    """The variant whose class, other than the family's, a folder's config.json names; or whose constants it has.
+
+    Where it has as many of another's, as in a file that was corrected and published anew, neither is taken.
+    """
+    config = header.config or {}
+    fitting = {name: each for name, each in claim.family.variants.items() if weigh(each, claim.names).complete}
+    for name, variant in fitting.items():
+        if variant.model is not None and variant.model.partition(".")[2] == config.get("_class_name"):
             return VariantChoice(name, "config.json names its class", False)
-    return None
+    alike = {
+        name: [f"{key}: {value}" for key, value in _constants(variant).items() if config.get(key) == value]
+        for name, variant in fitting.items()
+    }
+    most = max(map(len, alike.values()), default=0)
+    best = [name for name, values in alike.items() if values and len(values) == most]
+    if len(best) != 1 or most < len(_constants(fitting[best[0]])):
+        return None
+    return VariantChoice(best[0], f"config.json has {', '.join(alike[best[0]])}", False)
 
 
-def _needed_variant(claim: Answer, needed: str | None) -> VariantChoice | None:
-    """The variant that a pipeline needs of a model, if it needs that model."""
-    id_, _, variant = (needed or "").partition("/")
-    known = id_ == claim.family.id and variant in claim.family.variants
-    return VariantChoice(variant, "the pipeline needs it", False) if known else None
+def _constants(variant: Variant) -> dict[str, float]:
+    """The arguments of a variant that no tensor shows, as a scale of latents."""
+    return {name: value for name, value in variant.config.items() if isinstance(value, int | float)}
+
+
+def _needed_variant(claim: Answer, needed: str | None, path: Path) -> VariantChoice | None:
+    """The variant that a pipeline needs of a model, if it needs that model.
+
+    Not against a word in the file's name for a variant with other constants: no tensor shows which are right.
+    """
+    id_, _, wanted = (needed or "").partition("/")
+    variants = claim.family.variants
+    if id_ != claim.family.id or wanted not in variants:
+        return None
+    named = [name for name, variant in variants.items() if word_in(path, variant) is not None]
+    if wanted not in named and any(_constants(variants[name]) != _constants(variants[wanted]) for name in named):
+        return None
+    return VariantChoice(wanted, "the pipeline needs it", False)
 
 
 def are_apart(one: Answer | Match, other: Answer | Match) -> bool:

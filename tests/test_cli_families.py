@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from slipcast.cli import families_command
 from slipcast.registry.catalogue import load_catalogue, load_family_file
@@ -54,6 +55,12 @@ def test_a_family_is_shown_as_a_family_file_that_says_the_same(folder, family):
     known = load_catalogue()[family]
     assert path.read_text().splitlines()[0] == f"# {known.source}"
     assert load_family_file(path).model_dump(exclude={"extends"}) == known.model_dump(exclude={"extends"})
+
+
+def test_what_a_family_states_is_shown_though_it_is_the_default():
+    shown = yaml.safe_load(output_of("families", "z-image"))["precision"]
+    assert shown["compute"] == "checkpoint"
+    assert shown["fp8"]["activation_scale"] == "row"
 
 
 def test_a_family_says_where_its_headers_come_from(monkeypatch):

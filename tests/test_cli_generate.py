@@ -92,6 +92,7 @@ def test_the_plan_of_all_parts(folders: Mapping[str, Path]) -> None:
     assert plan["bytes"] == buffers + sum(weight.nbytes for model in models for weight in model.parameters())
     assert plan["parts"]["vae"]["found"] == "in the pipeline's folder"
     shown = output_of("generate", folders["z-image"], "--dry-run", "--device", "cpu")
+    assert "flux-1-vae (flux-1)" in shown
     assert "ZImagePipeline of z-image (base)" in shown
     assert "flux-1-vae" in shown
 

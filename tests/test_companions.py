@@ -16,7 +16,7 @@ from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError, IdentificationError
 from slipcast.registry.found_pipeline import find_companions, find_pipeline
 from slipcast.registry.settings import resolve_settings
-from support.tiny_pipelines import VOCABULARY, model_of, write_pipeline, write_single
+from support.tiny_pipelines import VOCABULARY, flux_vae, model_of, write_pipeline, write_single
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_of_two_that_would_do_one_has_to_be_named(single: Path, published: Path,
 def test_a_wrong_part_is_refused_by_what_it_is(single: Path, published: Path) -> None:
     error = missing(single, folder=str(published), vae=str(weights(published, "text_encoder")))
     assert error.found == "as the vae: Qwen3"
-    assert error.expected == "FLUX.1 and Stable Diffusion 3 VAE (family flux-1-vae, diffusers.AutoencoderKL)"
+    assert error.expected == "FLUX.1 and Stable Diffusion 3 VAE flux-1 (family flux-1-vae, diffusers.AutoencoderKL)"
 
 
 def test_a_pipeline_does_not_begin_from_a_vae(published: Path) -> None:
@@ -263,6 +263,59 @@ def test_the_variant_that_the_pipeline_needs_is_taken_where_no_tensor_shows_one(
     assert part.match is not None
     assert (part.match.variant, part.match.config["scaling_factor"]) == ("sdxl", 0.13025)
     assert slipcast.inspect(vae).main.variant == "sd"
+
+
+def another_familys_vae(folder: Path, **config: float) -> Path:
+    """A pipeline's folder that has a VAE alone, of SD3's scale."""
+    own = {"scaling_factor": 1.5305, "shift_factor": 0.0609, **config}
+    flux_vae(**own).save_pretrained(folder / "vae")
+    return folder
+
+
+@pytest.mark.parametrize("place", [".", "vae"])
+def test_a_vae_of_the_same_tensors_and_another_scale_is_refused(
+    single: Path, published: Path, tmp_path: Path, place: str
+) -> None:
+    other = another_familys_vae(tmp_path / "sd3") / place
+    error = missing(single, folder=str(published), vae=str(other))
+    assert (error.found, error.roles) == ("as the vae: FLUX.1 and Stable Diffusion 3 VAE sd3", ("vae",))
+    assert error.expected.startswith("FLUX.1 and Stable Diffusion 3 VAE flux-1 ")
+    assert "companions.vae" in error.hint
+
+
+def test_a_vae_of_another_scale_in_the_folder_of_companions_is_refused(
+    single: Path, published: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(published, tmp_path / "copy")
+    shutil.rmtree(folder / "vae")
+    assert missing(single, folder=str(another_familys_vae(folder))).roles == ("vae",)
+
+
+@pytest.mark.parametrize(("name", "variant"), [("sd3_vae", None), ("ae", "flux-1")])
+def test_the_files_name_tells_a_vae_of_another_scale(
+    single: Path, published: Path, tmp_path: Path, name: str, variant: str | None
+) -> None:
+    file = tmp_path / f"{name}.safetensors"
+    shutil.copy(weights(published, "vae"), file)
+    if variant is None:
+        assert missing(single, folder=str(published), vae=str(file)).found.endswith("VAE sd3")
+        return
+    match = found(single, folder=str(published), vae=str(file))["vae"].match
+    assert match is not None
+    assert (match.variant, match.config["scaling_factor"]) == (variant, 0.3611)
+
+
+def test_a_setting_for_a_part_that_the_pipeline_has_not_is_refused(published: Path) -> None:
+    error = missing(published, text_encoder_3=str(published / "text_encoder"))
+    assert error.found == "companions.text_encoder_3, and the pipeline has no such part"
+    assert error.expected == "parts that it has: text_encoder, tokenizer, vae, scheduler"
+    assert error.roles == ("text_encoder_3",)
+
+
+@pytest.mark.parametrize("role", ["text_encoder", "vae", "tokenizer", "scheduler"])
+def test_a_setting_that_names_nothing_is_refused(published: Path, tmp_path: Path, role: str) -> None:
+    with pytest.raises(slipcast.SlipcastError, match="there is no such file or folder"):
+        found(published, **{role: str(tmp_path / "nofile")})
 
 
 def test_companions_compute_in_the_denoisers_dtype(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def _show(family: Family, as_json: bool) -> None:
         said = as_written(family.model_dump(mode="json", by_alias=True))
         write_json({**said, "source": family.source, "header_sources": sources})
         return
-    said = as_written(family.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"extends"}))
+    said = as_written(family.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"extends"}))
     write_heading(f"# {family.source}")
     write(yaml.dump(said, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True, width=120).rstrip())
     if sources:

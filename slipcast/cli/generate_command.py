@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slipcast.engine.pipeline.generate import Generated
     from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
     from slipcast.engine.pipeline.request import GenerationRequest
+    from slipcast.registry.companions import Companion
 
 _LARGEST_SEED = 2**63 - 1
 _PICTURES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
@@ -232,6 +233,12 @@ def _show_plan(path: Path, settings: Settings, size: tuple[int, int] | None, fra
         _write_plan(plan)
 
 
+def _named(part: Companion) -> str:
+    if part.match is None:
+        return part.class_name
+    return part.match.family.id + (f" ({part.match.variant})" if part.match.variant else "")
+
+
 def _write_plan(plan: PipelinePlan) -> None:
     variant = f" ({plan.found.variant})" if plan.found.variant else ""
     write_heading(f"{plan.pipeline} of {plan.found.family.id}{variant}: {mebibytes(plan.nbytes)} MiB on {plan.device}")
@@ -240,7 +247,7 @@ def _write_plan(plan: PipelinePlan) -> None:
         (
             (
                 role,
-                part.companion.family or part.companion.class_name,
+                _named(part.companion),
                 f"{part.nbytes:,}",
                 ", ".join(part.plan.precisions) if part.plan is not None else "",
                 part.companion.found,
