@@ -9,6 +9,7 @@ from typing import Any
 
 from slipcast.registry.catalogue import Catalogue, load_catalogue
 from slipcast.registry.companion_search import CompanionSearch
+from slipcast.registry.companion_widths import refuse_other_widths
 from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError, HeaderError, IdentificationError
 from slipcast.registry.family import Family
@@ -102,6 +103,7 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
     )
     search = CompanionSearch(path, identified, index, sampling, settings)
     parts, absent = search.find_all(needed)
+    refuse_other_widths(main, parts, sampling)
     listed = {} if index is None else index.classes
     passed_over = {role: _PASSED_OVER for role in listed if role not in {denoiser.role, *needed}}
     return FoundPipeline(

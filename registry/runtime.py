@@ -25,6 +25,9 @@ _Argument = Annotated[str, *of_form(r"^[a-z][a-z0-9_]*$", "the name of an argume
 _Arguments = Annotated[
     Mapping[_Argument, JsonValue], AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, Any])
 ]
+_Widths = Annotated[
+    Mapping[_Argument, _Argument], AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, str])
+]
 _Pipeline = Annotated[str, *of_form(r"^[A-Z][A-Za-z0-9]*$", "the name of a pipeline's class, without its library")]
 
 
@@ -122,6 +125,10 @@ class Sampling(_Section):
 
     latent_channels: int | None = Field(default=None, ge=1)
     """Channels of the latents that the VAE decodes, before any packing into patches."""
+
+    takes: _Widths = Field(default_factory=FrozenMapping)
+    """Arguments of the denoiser's class that say how wide a companion's output is, by role: the hidden states of a text
+    encoder, the latents of a VAE before any packing: `{text_encoder: cap_feat_dim, vae: in_channels}`."""
 
     latent_scale: int | None = Field(default=None, ge=1)
     """Pixels for each latent, along width and height."""
