@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import slipcast
 from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
+from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError, IdentificationError
 from slipcast.registry.found_pipeline import find_companions, find_pipeline
@@ -280,7 +281,6 @@ def test_a_vae_of_the_same_tensors_and_another_scale_is_refused(
     error = missing(single, folder=str(published), vae=str(other))
     assert (error.found, error.roles) == ("as the vae: FLUX.1 and Stable Diffusion 3 VAE sd3", ("vae",))
     assert error.expected.startswith("FLUX.1 and Stable Diffusion 3 VAE flux-1 ")
-    assert "companions.vae" in error.hint
 
 
 def test_a_vae_of_another_scale_in_the_folder_of_companions_is_refused(
@@ -316,6 +316,27 @@ def test_a_setting_for_a_part_that_the_pipeline_has_not_is_refused(published: Pa
 def test_a_setting_that_names_nothing_is_refused(published: Path, tmp_path: Path, role: str) -> None:
     with pytest.raises(slipcast.SlipcastError, match="there is no such file or folder"):
         found(published, **{role: str(tmp_path / "nofile")})
+
+
+def test_parts_of_other_widths_than_the_denoiser_takes_are_refused(published: Path, tmp_path: Path) -> None:
+    changes = {"in_channels": 1, "cap_feat_dim": 80}
+    model_of("z-image", siglip_feat_dim=None, **changes).save_pretrained(tmp_path / "other")
+    (file,) = (tmp_path / "other").glob("*.safetensors")
+    error = missing(file, folder=str(published))
+    assert error.roles == ("text_encoder", "vae")
+    assert error.found == (
+        "the text_encoder, Qwen3, gives hidden states 64 wide; "
+        "the vae, FLUX.1 and Stable Diffusion 3 VAE, gives latents of 16 channels"
+    )
+    assert error.expected.startswith("hidden states 80 wide, which the denoiser takes; latents of 1 channels")
+
+
+@pytest.mark.parametrize("family", [id_ for id_, family in load_catalogue().items() if family.sampling])
+def test_what_a_family_says_of_widths_is_of_its_arguments_and_its_companions(family: str) -> None:
+    known = load_catalogue()[family]
+    assert known.sampling is not None
+    assert known.sampling.takes.keys() <= known.companions.keys()
+    assert set(known.sampling.takes.values()) <= known.config.keys()
 
 
 def test_companions_compute_in_the_denoisers_dtype(tmp_path: Path) -> None:
