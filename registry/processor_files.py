@@ -38,11 +38,16 @@ def check_processor_files(folder: Path, role: str) -> None:
         role: the pipeline's own name of it.
 
     Raises:
-        CompanionError: no folder is there, or values name files outside it; the values are listed.
+        CompanionError: no folder is there, a tokenizer lacks its configuration, or values name files outside it; the
+            values are listed.
         HeaderError: a configuration is no strict JSON.
     """
     if not stat.S_ISDIR(status_of(folder).st_mode):
         raise _refusal("no folder", folder, role)
+    if "tokenizer" in role and not _is_file(folder / _CONFIGS[0]):
+        raise _refusal(
+            f"a folder without {_CONFIGS[0]}, which names its class, padding and special tokens", folder, role
+        )
     outside = [
         f"{name}: {key} is {value[:200]!r}"
         for name in _CONFIGS

@@ -275,3 +275,18 @@ def test_a_vae_need_not_shift_its_latents(folder: Folder) -> None:
     path = folder("z-image")
     edit(path / "vae" / "config.json", shift_factor=None)
     assert plan(path).parts["vae"].plan is not None
+
+
+@pytest.mark.parametrize("lacking", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_tokenizer_that_lacks_what_the_pipeline_needs_is_refused_as_it_loads(folder: Folder, lacking: str) -> None:
+    path = folder("z-image")
+    (path / "tokenizer" / lacking).unlink()
+    with pytest.raises(CompanionError, match=lacking) as caught:
+        slipcast.pipeline(path, device="cpu")
+    assert caught.value.roles == ("tokenizer",)
+
+
+def test_a_pipeline_without_chat_needs_no_template(folder: Folder) -> None:
+    path = folder("sd-1")
+    (path / "tokenizer" / "chat_template.jinja").unlink()
+    assert slipcast.pipeline(path, device="cpu").tokenizer.chat_template is None

@@ -13,6 +13,7 @@ from slipcast.engine.build import model_class
 from slipcast.engine.loader import Progress
 from slipcast.engine.pipeline.classes import (
     is_modular,
+    needs_chat_template,
     own_arguments,
     pipeline_class,
     processor_class,
@@ -82,7 +83,9 @@ def assemble(
     cast = match_dtypes_({role: part for role, part in parts.items() if isinstance(part, torch.nn.Module)})
     if cast:
         logger.info("inputs are cast: %s", ", ".join(f"{role} computes in {dtype}" for role, dtype in cast.items()))
-    pipe = _build(pipeline_class(plan.pipeline), parts, plan.arguments)
+    kind = pipeline_class(plan.pipeline)
+    _check_chat_template(kind, plan, parts)
+    pipe = _build(kind, parts, plan.arguments)
     applied = apply_policies_(pipe, plan)
     setattr(pipe, _RECORD, PipelineRecord(plan, reports, dict(plan.settings), plan.policies, applied))
     logger.info("%s of %s, %s bytes on %s", plan.pipeline, ", ".join(parts), f"{plan.nbytes:,}", plan.device)
@@ -168,6 +171,21 @@ def _library_model(companion: Companion, dtype: str) -> Any:
             items=sorted(lacking),
         )
     return model
+
+
+def _check_chat_template(kind: Any, plan: PipelinePlan, parts: Mapping[str, Any]) -> None:
+    """Refuse a pipeline that encodes prompts by a chat template none of whose tokenizers has one."""
+    processors = [role for role, part in plan.parts.items() if part.companion.kind == "tokenizer"]
+    if not processors or not needs_chat_template(kind):
+        return
+    if all(getattr(parts[role], "chat_template", None) is None for role in processors):
+        raise CompanionError(
+            f"as the {processors[0]}: a folder without a chat template",
+            expected=f"one with it, in chat_template.jinja or tokenizer_config.json, as {plan.pipeline} applies it",
+            hint=f"download the folder again, or name another by the setting companions.{processors[0]}",
+            path=plan.parts[processors[0]].companion.path,
+            roles=tuple(processors),
+        )
 
 
 def _scheduler(companion: Companion) -> Any:

@@ -61,6 +61,16 @@ def own_arguments(kind: type) -> Mapping[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if name != "self"}
 
 
+def needs_chat_template(kind: Any) -> bool:
+    """Whether a pipeline's class puts its prompts into a tokenizer's chat template as it encodes them."""
+    encoders = (
+        function
+        for name, function in inspect.getmembers(kind, inspect.isfunction)
+        if "encode_prompt" in name or "prompt_embeds" in name
+    )
+    return any("apply_chat_template" in function.__code__.co_names for function in encoders)
+
+
 def takes_value(kind: Any, name: str, value: Any) -> bool:
     """Whether a plain value of an untrusted file may go to a pipeline's constructor as one of its arguments.
 
