@@ -124,8 +124,8 @@ BROKEN = [
     ("patterns", "{shift: 3.0}", "{shft: 3.0}", "variants.turbo.sampling.scheduler.shft", "'shft' hits"),
     (
         "patterns",
-        "size_multiple: 16}",
-        "size_multiple: 16, denoiser: unet}",
+        "size_multiple: 16,",
+        "size_multiple: 16, denoiser: unet,",
         "sampling.denoiser",
         "'unet' hits",
     ),
