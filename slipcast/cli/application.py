@@ -56,8 +56,14 @@ class Application(click.Group):
         extra["standalone_mode"] = False
         prepare_streams()
         run = super().main
-        code = run_reporting(lambda: run(arguments, prog_name or "slipcast", **extra), as_json="--json" in arguments)
-        sys.exit(code)
+
+        def run_and_write() -> Any:
+            """Also write what is left in buffers: Python's own end would fail where the disk is full."""
+            code = run(arguments, prog_name or "slipcast", **extra)
+            sys.stdout.flush()
+            return code
+
+        sys.exit(run_reporting(run_and_write, as_json="--json" in arguments))
 
 
 @click.command("slipcast", cls=Application, context_settings={"help_option_names": ["-h", "--help"]})
