@@ -167,7 +167,7 @@ def execute(
     try:
         if isinstance(work.reader, WindowReader):
             work.reader.start()
-        _prepare_encoding(work)
+        _prepare_encoding(work, reading.threads)
         work.model = _build(plan)  # while the first windows are being read
         for step in _read(work, reading):
             work.report(step)
@@ -176,7 +176,7 @@ def execute(
         work.close()
 
 
-def _prepare_encoding(work: _Work) -> None:
+def _prepare_encoding(work: _Work, threads: int) -> None:
     """Have rows encoded by a compiled loop where so many of them are, by each thread, that this saves time."""
     if work.device.type != "cpu":
         return
@@ -186,7 +186,6 @@ def _prepare_encoding(work: _Work) -> None:
             for piece in target.pieces:
                 dtype = torch.float32 if piece.codec else torch_dtype(work.bundles[piece.source].weight)
                 elements[dtype] += prod(piece.shape)
-    threads = Reading.of(work.plan.settings).threads
     for dtype, count in elements.items():
         if count // threads >= native.WORTHWHILE:
             native.prepare(dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipcast.engine.pipeline.measurement import Measurement, MemoryKind
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
-from slipcast.engine.pipeline.request import GenerationRequest
+from slipcast.engine.pipeline.request import LARGEST_SEED, MOST_STEPS, GenerationRequest
 from slipcast.registry.errors import DeviceError, HeaderError, SettingsError, UnsupportedFileError
 from slipcast.registry.new_files import new_file, refuse_place
 from slipcast.registry.untrusted_files import open_regular, read_json_object
@@ -24,7 +24,6 @@ from slipcast.registry.untrusted_files import open_regular, read_json_object
 _PICTURES = "pictures"
 _LIMIT_MIB = 1
 _LIBRARIES = ("torch", "diffusers", "transformers")
-_LARGEST_SEED = 2**63 - 1
 
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -39,9 +38,9 @@ class RequestRecord(_Record):
 
     prompt: str
     negative_prompt: str | None = None
-    steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
     guidance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    seed: Annotated[int, Field(ge=0, le=_LARGEST_SEED)] = 0
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
     width: _Count | None = None
     height: _Count | None = None
     frames: _Count | None = None

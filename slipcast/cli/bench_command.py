@@ -12,7 +12,7 @@ from slipcast.cli.errors import DONE, INCOMPLETE
 from slipcast.cli.generate_command import Size
 from slipcast.cli.options import call_settings, common_options, device_option, path_argument, settings_options
 from slipcast.cli.output import exact_bytes, progress_bar, write, write_facts, write_heading, write_json
-from slipcast.engine.pipeline.request import make_request
+from slipcast.engine.pipeline.request import LARGEST_SEED, MOST_STEPS, make_request
 from slipcast.registry.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from slipcast.engine.pipeline.reference import Reference
     from slipcast.engine.pipeline.request import GenerationRequest
 
-_LARGEST_SEED = 2**63 - 1
 _PERCENT = click.FloatRange(min=0)
 _MEMORY = {"device": "of the device", "host_anonymous": "of the process"}
 
@@ -39,9 +38,9 @@ class _Outcome(NamedTuple):
 @path_argument
 @click.option("--prompt", metavar="TEXT", help="What is drawn.")
 @click.option("--negative", "negative_prompt", metavar="TEXT", help="What is not to be seen.")
-@click.option("--steps", type=click.IntRange(1, 10_000), help="Number of steps; the family's if left out.")
+@click.option("--steps", type=click.IntRange(1, MOST_STEPS), help="Number of steps; the family's if left out.")
 @click.option("--guidance", type=click.FloatRange(0), help="Strength of guidance; the family's if left out.")
-@click.option("--seed", type=click.IntRange(0, _LARGEST_SEED), help="Of the noise; 0 if left out.")
+@click.option("--seed", type=click.IntRange(0, LARGEST_SEED), help="Of the noise; 0 if left out.")
 @click.option("--size", type=Size(), metavar="WxH", help="Width and height in pixels; the pipeline's if left out.")
 @click.option("--frames", type=click.IntRange(1), help="Number of frames of a video.")
 @click.option(

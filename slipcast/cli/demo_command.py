@@ -10,14 +10,13 @@ import click
 from slipcast.cli.errors import DONE, INCOMPLETE
 from slipcast.cli.options import call_settings, common_options, device_option, settings_options
 from slipcast.cli.output import mebibytes, progress_bar, write, write_facts, write_heading, write_json, write_table
+from slipcast.engine.pipeline.request import LARGEST_SEED, MOST_STEPS
 from slipcast.registry.new_files import new_file, refuse_place
 from slipcast.registry.settings import resolve_settings
 
 if TYPE_CHECKING:
     from slipcast.demo.prompted import Prompted
     from slipcast.demo.run import Comparison, Drawn
-
-_LARGEST_SEED = 2**63 - 1
 
 
 @click.command("demo")
@@ -33,12 +32,12 @@ _LARGEST_SEED = 2**63 - 1
 @click.option("--overwrite", is_flag=True, help="Replace what lies there.")
 @click.option(
     "--seed",
-    type=click.IntRange(0, _LARGEST_SEED),
+    type=click.IntRange(0, LARGEST_SEED),
     default=0,
     show_default=True,
     help="Of the noise that the digits are drawn from.",
 )
-@click.option("--steps", type=click.IntRange(1, 10_000), help="Steps to the prompt's picture; 8 if left out.")
+@click.option("--steps", type=click.IntRange(1, MOST_STEPS), help="Steps to the prompt's picture; 8 if left out.")
 @settings_options
 @device_option
 @common_options

@@ -11,7 +11,7 @@ from slipcast import api
 from slipcast.cli.options import call_settings, common_options, device_option, path_argument, settings_options
 from slipcast.cli.output import mebibytes, progress_bar, write, write_facts, write_heading, write_json, write_table
 from slipcast.cli.plan_view import write_settings
-from slipcast.engine.pipeline.request import make_request
+from slipcast.engine.pipeline.request import LARGEST_SEED, MOST_STEPS, make_request
 from slipcast.registry.errors import UnsupportedFileError
 from slipcast.registry.new_files import new_file, refuse_place
 from slipcast.registry.settings import Settings
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from slipcast.engine.pipeline.request import GenerationRequest
     from slipcast.registry.companions import Companion
 
-_LARGEST_SEED = 2**63 - 1
 _PICTURES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 _VIDEOS = {".png": "PNG", ".gif": "GIF", ".webp": "WEBP"}
 _FRAME_RATE = 16.0
@@ -45,9 +44,9 @@ class Size(click.ParamType[tuple[int, int]]):
 @path_argument
 @click.option("--prompt", metavar="TEXT", help="What is to be seen.")
 @click.option("--negative", "negative_prompt", metavar="TEXT", help="What is not to be seen.")
-@click.option("--steps", type=click.IntRange(1, 10_000), help="Number of steps; the family's if left out.")
+@click.option("--steps", type=click.IntRange(1, MOST_STEPS), help="Number of steps; the family's if left out.")
 @click.option("--guidance", type=click.FloatRange(0), help="Strength of guidance; the family's if left out.")
-@click.option("--seed", type=click.IntRange(0, _LARGEST_SEED), default=0, show_default=True, help="Of the noise.")
+@click.option("--seed", type=click.IntRange(0, LARGEST_SEED), default=0, show_default=True, help="Of the noise.")
 @click.option("--size", type=Size(), metavar="WxH", help="Width and height in pixels; the pipeline's if left out.")
 @click.option("--frames", type=click.IntRange(1), help="Number of frames of a video.")
 @click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="A picture to start from.")
