@@ -72,8 +72,13 @@ def list_folder(folder: Path) -> list[str]:
         raise _unreadable(folder, error) from None
 
 
-def read_json_object(path: Path, *, limit_mib: int) -> dict[str, Any]:
+def read_json_object(path: Path, *, limit_mib: int, constants: bool = False) -> dict[str, Any]:
     """A JSON file whose outermost value is an object.
+
+    Args:
+        path: of the file.
+        limit_mib: the largest size that is read.
+        constants: whether NaN and infinities are read, which are no JSON; whoever says so has to look for them.
 
     Raises:
         HeaderError: the file is unreadable, larger than ``limit_mib``, nested more than 32 levels deep, no strict JSON
@@ -91,13 +96,13 @@ def read_json_object(path: Path, *, limit_mib: int) -> dict[str, Any]:
     foreign = None if raw.lstrip().startswith(b"{") else foreign_content(path, raw[:SNIFFED_BYTES], size, "JSON")
     if foreign is not None:
         raise foreign
-    value = parse_json_object(raw, path, what="the JSON file")
+    value = parse_json_object(raw, path, what="the JSON file", constants=constants)
     if _is_deeper(value, _MOST_LEVELS):
         raise _damaged(path, f"the JSON file is nested more than {_MOST_LEVELS} levels deep")
     return value
 
 
-def parse_json_object(raw: bytes, path: Path, *, what: str) -> dict[str, Any]:
+def parse_json_object(raw: bytes, path: Path, *, what: str, constants: bool = False) -> dict[str, Any]:
     """UTF-8 JSON in a strict form: an object, no name twice in any object, no NaN or infinity, no lone surrogates.
 
     Integers of more than 19 digits, and a minus zero, come back as floats, as they do from other readers of JSON.
@@ -106,6 +111,7 @@ def parse_json_object(raw: bytes, path: Path, *, what: str) -> dict[str, Any]:
         raw: the text.
         path: where it stands, for the message.
         what: what it is, for the message.
+        constants: whether NaN and infinities are read all the same.
 
     Raises:
         HeaderError: it is no such JSON.
@@ -114,7 +120,7 @@ def parse_json_object(raw: bytes, path: Path, *, what: str) -> dict[str, Any]:
         value = json.loads(
             raw.decode("utf-8"),
             object_pairs_hook=_unique,
-            parse_constant=_no_constant,
+            parse_constant=float if constants else _no_constant,
             parse_int=_integer,
             parse_float=_finite,
         )

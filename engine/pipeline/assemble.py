@@ -17,12 +17,12 @@ from slipcast.engine.pipeline.classes import (
     own_arguments,
     pipeline_class,
     processor_class,
-    scheduler_class,
 )
 from slipcast.engine.pipeline.dtypes import match_dtypes_
 from slipcast.engine.pipeline.inside import put_inside
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, PlannedPart
 from slipcast.engine.pipeline.policies import Policies, apply_policies_
+from slipcast.engine.pipeline.schedulers import make_scheduler
 from slipcast.engine.plan import Decision
 from slipcast.engine.planned_load import load_planned
 from slipcast.engine.policy.apply import Applied
@@ -138,7 +138,7 @@ def _from_library(part: PlannedPart, plan: PipelinePlan) -> Any:
     companion = part.companion
     try:
         if companion.kind == "scheduler":
-            return _scheduler(companion)
+            return make_scheduler(companion)
         if companion.kind == "tokenizer":
             return processor_class(companion.class_name).from_pretrained(str(companion.path), local_files_only=True)
         staying = plan.policies.memory.placements[companion.role] == "resident"
@@ -186,13 +186,6 @@ def _check_chat_template(kind: Any, plan: PipelinePlan, parts: Mapping[str, Any]
             path=plan.parts[processors[0]].companion.path,
             roles=tuple(processors),
         )
-
-
-def _scheduler(companion: Companion) -> Any:
-    kind = scheduler_class(companion.class_name)
-    if companion.path is None:
-        return kind(**companion.arguments)
-    return kind.from_pretrained(str(companion.path), local_files_only=True)
 
 
 def same_parts(pipe: Any, kind: Any) -> Any:

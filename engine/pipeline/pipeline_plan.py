@@ -17,12 +17,12 @@ from slipcast.engine.pipeline.classes import (
     part_names,
     pipeline_class,
     processor_class,
-    scheduler_class,
     takes_value,
 )
 from slipcast.engine.pipeline.inside import bytes_around
 from slipcast.engine.pipeline.part_settings import companion_settings, denoiser_settings
 from slipcast.engine.pipeline.policies import Policies, decide_policies, with_lighter_weights
+from slipcast.engine.pipeline.schedulers import check_scheduler
 from slipcast.engine.plan import Decision, Plan
 from slipcast.engine.planner import make_plan
 from slipcast.engine.policy.sizes import ImageSize
@@ -205,7 +205,7 @@ def _settings_of(denoiser: PlannedPart) -> dict[str, Decision]:
 
 def _plan_part(part: Companion, settings: Settings, denoiser: Plan) -> PlannedPart:
     if part.kind == "scheduler":
-        scheduler_class(part.class_name)
+        check_scheduler(part)
         return PlannedPart(part, None, 0)
     if part.kind == "tokenizer":
         processor_class(part.class_name)
