@@ -11,6 +11,7 @@ import torch
 
 from slipcast.engine.build import model_class
 from slipcast.engine.loader import Progress
+from slipcast.engine.pipeline.chat_templates import check_chat_template
 from slipcast.engine.pipeline.classes import (
     is_modular,
     needs_chat_template,
@@ -73,18 +74,19 @@ def assemble(
     parts: dict[str, Any] = {}
     reports: dict[str, Report] = {}
     so_far = _Sum(plan, progress)
+    kind = pipeline_class(plan.pipeline)
+    light = {role: _from_library(part, plan) for role, part in plan.parts.items() if part.companion.kind != "model"}
+    _check_chat_templates(kind, plan, light)
     for role, part in plan.parts.items():
         if part.plan is not None:
             loaded = load_planned(part.plan, part.header, progress=so_far.of_next(), cancelled=cancelled)
             parts[role], reports[role] = put_inside(loaded.model, part), loaded.report
             so_far.add(part)
         else:
-            parts[role] = _from_library(part, plan)
+            parts[role] = light[role] if role in light else _from_library(part, plan)
     cast = match_dtypes_({role: part for role, part in parts.items() if isinstance(part, torch.nn.Module)})
     if cast:
         logger.info("inputs are cast: %s", ", ".join(f"{role} computes in {dtype}" for role, dtype in cast.items()))
-    kind = pipeline_class(plan.pipeline)
-    _check_chat_template(kind, plan, parts)
     pipe = _build(kind, parts, plan.arguments)
     applied = apply_policies_(pipe, plan)
     setattr(pipe, _RECORD, PipelineRecord(plan, reports, dict(plan.settings), plan.policies, applied))
@@ -173,8 +175,8 @@ def _library_model(companion: Companion, dtype: str) -> Any:
     return model
 
 
-def _check_chat_template(kind: Any, plan: PipelinePlan, parts: Mapping[str, Any]) -> None:
-    """Refuse a pipeline that encodes prompts by a chat template none of whose tokenizers has one."""
+def _check_chat_templates(kind: Any, plan: PipelinePlan, parts: Mapping[str, Any]) -> None:
+    """Refuse a pipeline that encodes prompts by a chat template none of whose tokenizers has one, or a broken one."""
     processors = [role for role, part in plan.parts.items() if part.companion.kind == "tokenizer"]
     if not processors or not needs_chat_template(kind):
         return
@@ -186,6 +188,8 @@ def _check_chat_template(kind: Any, plan: PipelinePlan, parts: Mapping[str, Any]
             path=plan.parts[processors[0]].companion.path,
             roles=tuple(processors),
         )
+    for role in processors:
+        check_chat_template(parts[role], role, plan.parts[role].companion.path)
 
 
 def same_parts(pipe: Any, kind: Any) -> Any:
