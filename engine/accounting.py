@@ -210,12 +210,17 @@ def _unused(
     ]
     fates += [FileTensor(name=name, fate="dropped", reason=reason) for name, reason in match.everything.ignored.items()]
     left_over: list[Bundle] = []
-    foreign = {bundle.name for other in others if other is not match for bundle in other.bundles.values()}
+    foreign = {
+        bundle.name: f"part of {other.part or other.family.id} in the same file ({other.family.title})"
+        for other in others
+        if other is not match
+        for bundle in other.bundles.values()
+    }
     for bundle in match.everything.weights.values():
         native = bundle.name[len(match.prefix) :] if bundle.name.startswith(match.prefix) else None
         if native is not None and native in used:
             continue
-        fate = _fate(match, bundle, native, bundle.name in foreign, unexpected)
+        fate = _fate(match, bundle, native, foreign.get(bundle.name), unexpected)
         if fate is None:
             left_over.append(bundle)
         else:
@@ -224,11 +229,11 @@ def _unused(
 
 
 def _fate(
-    match: Match, bundle: Bundle, native: str | None, foreign: bool, unexpected: Sequence[str]
+    match: Match, bundle: Bundle, native: str | None, foreign: str | None, unexpected: Sequence[str]
 ) -> tuple[Fate, str] | None:
     name = bundle.name if native is None else native
-    if foreign:
-        return "other component", "part of another model in the same file"
+    if foreign is not None:
+        return "other component", foreign
     if (contained := match.family.key_map.contained(name)) is not None:
         return "other component", f"part of {contained[1]}"
     if (native is None or match.layout != "diffusers") and (

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from slipcast.registry.catalogue import load_catalogue
 from support.command_line import json_of, output_of, run
+from support.tiny_pipelines import write_all_in_one, write_pipeline
 from support.tiny_z_image import natively, tiny_tensors, write_native
 
 
@@ -165,3 +166,17 @@ def test_what_stays_is_not_called_a_change(tmp_path: Path, native: Path) -> None
     shown = output_of("convert", native, tmp_path / "out.safetensors", "--prefix", "diffusion_model.")
     assert re.search(r"  layout +native, as it was\n", shown)
     assert re.search(rf"  formats +plain \({len(load_file(native))}\), as they were\n", shown)
+
+
+def test_what_is_of_other_models_is_counted_and_named_on_demand(tmp_path: Path) -> None:
+    path = write_all_in_one("sdxl", write_pipeline("sdxl", tmp_path / "sdxl"), tmp_path / "all.safetensors")
+    asked = ("--set", "component=vae", "--overwrite")
+    left_out = json_of("convert", path, tmp_path / "vae.safetensors", *asked)["left_out"]
+    text = output_of("convert", path, tmp_path / "vae.safetensors", *asked)
+    unet = [name for name in left_out if name.startswith("model.diffusion_model.")]
+    assert f"{len(unet)} tensors: part of model.diffusion_model in the same file (Stable Diffusion XL)" in text
+    assert len(text.splitlines()) < 15
+    assert sum(int(count) for count in re.findall(r"(\d+) tensors: part", text)) == len(left_out)
+    named = output_of("convert", path, tmp_path / "vae.safetensors", *asked, "--verbose")
+    assert "model.diffusion_model.input_blocks.0.0.bias" in named
+    assert "model.diffusion_model.input_blocks.0.0.bias" not in text

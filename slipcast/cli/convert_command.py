@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import click
 
 from slipcast import api
 from slipcast.cli.collapse import collapse
-from slipcast.cli.options import call_settings, common_options, path_argument, settings_options
+from slipcast.cli.options import call_settings, common_options, is_verbose, path_argument, settings_options
 from slipcast.cli.output import (
     exact_bytes,
     progress_bar,
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from slipcast.engine.convert import Converted
     from slipcast.engine.wanted import Scale, Spelling
     from slipcast.registry.claims import Layout
+
+_MOST_LINES = 6
+"""Lines of names that one reason may take."""
 
 
 @click.command("convert")
@@ -88,9 +92,9 @@ def command(
       slipcast convert model.safetensors small.safetensors --format fp8_scaled
       slipcast convert small.safetensors plain.safetensors --format bf16
 
-    What the family drops is left out, and said. In a file that is quantised already, --format leaves layers that are
-    not alone, unless the setting fp8.remainder is quantise. Each layer that does not get the format is said
-    with the reason.
+    What the family drops and what is of other models is left out, and said; --verbose names every tensor. In a file
+    that is quantised already, --format leaves layers that are not alone, unless the setting fp8.remainder is quantise.
+    Each layer that does not get the format is said with the reason.
     """
     with progress_bar(out.name) as progress, without_deprecations():
         converted = api.convert(
@@ -124,12 +128,22 @@ def _write(converted: Converted) -> None:
             ("written", [str(file) for file in converted.files]),
             ("stayed", _reasons(conversion.stayed)),
             ("dequantised", _reasons(conversion.folded)),
-            ("left out", _reasons(conversion.left_out)),
+            ("left out", _reasons(conversion.left_out) if is_verbose() else _groups(conversion.left_out)),
             ("altered", list(conversion.altered)),
         ]
     )
     if conversion.left_out:
         write("What was left out is lost: converting back does not bring it.")
+
+
+def _groups(reasons: Mapping[str, str]) -> list[str]:
+    """As ``_reasons``, but for a reason of more than a few lines the number of its names alone."""
+    counts = Counter(block.label for block in collapse(reasons.items()))
+    many = {reason for reason, lines in counts.items() if lines > _MOST_LINES}
+    tensors = Counter(reasons.values())
+    few = _reasons({name: reason for name, reason in reasons.items() if reason not in many})
+    groups = [f"{tensors[reason]:,} tensors: {reason}" for reason in counts if reason in many]
+    return [*few, *groups, *(["--verbose names them"] if groups else [])]
 
 
 def _layouts(source: Layout | None, layout: Layout) -> str:

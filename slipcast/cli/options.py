@@ -105,6 +105,11 @@ def _set_back(before: str | None) -> None:
         os.environ[CONFIG_VARIABLE] = before
 
 
+def is_verbose() -> bool:
+    """Whether the command that runs was given ``--verbose``."""
+    return logging.getLogger("slipcast").level == logging.INFO
+
+
 def _log_to_errors(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:  # noqa: ARG001
     """Show the library's log while the command runs."""
     if not wanted:
