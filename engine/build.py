@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipcast.engine.bounds import BoundedResults, refuse_large_numbers
 from slipcast.registry.errors import ConfigError, FamilyFileError
 
 _LIBRARIES = ("diffusers", "transformers")
@@ -55,9 +56,9 @@ def build_on_meta(name: str, config: Mapping[str, Any]) -> nn.Module:
     """Build a model entirely on the meta device, in eval mode: names, shapes and dtypes, no memory.
 
     Raises:
-        ConfigError: the class refuses its arguments.
+        ConfigError: the class refuses its arguments, or would count or compute beyond reason by them.
     """
-    with torch.device("meta"):
+    with BoundedResults(), torch.device("meta"):
         return _construct(name, config)
 
 
@@ -120,7 +121,10 @@ def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
         described = name.startswith("transformers.")
         if not described:
             _refuse_text(kind, arguments)
+            refuse_large_numbers(name, arguments)
         model = kind(_config_class(kind)(**arguments)) if described else kind(**arguments)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever a class of another library raises
         raise ConfigError(
             f"{name} refuses its configuration: {type(error).__name__}: {error}",

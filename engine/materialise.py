@@ -31,19 +31,32 @@ def refuse_meta_tensors(model: nn.Module) -> None:
 
 def meta_tensors(model: nn.Module) -> Iterator[str]:
     """Dotted paths of all tensors on the meta device, also those in plain attributes, lists and helper objects."""
+    return (path for path, tensor, _ in _tensors(model) if tensor.is_meta)
+
+
+def tables(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a model computes itself, by dotted path, each once: what is in no state dict."""
+    found = {id(tensor): (path, tensor) for path, tensor, is_stored in _tensors(model) if not is_stored}
+    return dict(found.values())
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every tensor with its dotted path, and whether a state dict has it."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers"):
-                yield from (prefix + leaf for leaf, tensor in value.items() if tensor is not None and tensor.is_meta)
+                for leaf, tensor in value.items():
+                    if tensor is not None:
+                        yield prefix + leaf, tensor, leaf not in module._non_persistent_buffers_set
             elif name != "_modules":
-                yield from _walk(value, prefix + name, _DEPTH, set())
+                for where, tensor in _walk(value, prefix + name, _DEPTH, set()):
+                    yield where, tensor, isinstance(tensor, nn.Parameter)
 
 
-def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
+def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            yield path
+        yield path, value
         return
     if depth == 0 or id(value) in seen or isinstance(value, (nn.Module, type, str, bytes, int, float)):
         return

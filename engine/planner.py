@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from slipcast.engine.accounting import Accounts, account
+from slipcast.engine.bounds import refuse_large_tables
 from slipcast.engine.budget import growth_notes, predict_bytes, weigh_verdict
 from slipcast.engine.build import build_on_meta, unknown_arguments
 from slipcast.engine.codecs.base import Codec
@@ -69,6 +70,8 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
     device, device_reason = resolve_device(settings.device)
     config, notes = _known_config(match)
     model = build_on_meta(match.model, config)
+    weights = sum(tensor.nbytes for bundle in match.bundles.values() for tensor in bundle.tensors)
+    refuse_large_tables(model, weights, match.header.path, config)
     tensors = model_tensors(model)
     shapes = {
         name: tuple(tensor.shape) for name, tensor in chain(tensors.parameters.items(), tensors.persistent.items())
