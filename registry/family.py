@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     GetJsonSchemaHandler,
     JsonValue,
-    PlainSerializer,
     PrivateAttr,
-    Strict,
     StringConstraints,
     field_validator,
     model_validator,
@@ -26,6 +21,7 @@ from typing_extensions import TypeAliasType
 from slipcast.registry.forms import of_form
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.runtime import Runtime, Sampling
+from slipcast.registry.section import FROZEN, Named, Section, Several, Text
 from slipcast.registry.tiny import Tiny
 from slipcast.registry.validation import did_you_mean, mistake, nearest, shown
 
@@ -45,22 +41,10 @@ ROLES = (
     "other",
 )
 
-Item = TypeVar("Item")
-Several = Annotated[tuple[Item, ...], Strict(False)]
-
-
-def _as_dicts(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: dict(entry) if isinstance(entry, FrozenMapping) else entry for key, entry in entries.items()}
-
-
-_Frozen = (AfterValidator(FrozenMapping), PlainSerializer(_as_dicts, return_type=dict[str, Any]))
-Named = Annotated[Mapping[str, Item], *_Frozen]
-
 _ID = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _CLASS = r"(diffusers|transformers)\.[A-Z][A-Za-z0-9_]*"
 _ID_FORM = "an id: small letters and digits, parted by dots or hyphens"
 _CLASS_FORM = "a class: diffusers.Name or transformers.Name"
-Text = Annotated[str, StringConstraints(min_length=1)]
 Id = Annotated[str, *of_form(f"^{_ID}$", _ID_FORM)]
 ClassName = Annotated[str, *of_form(f"^{_CLASS}$", _CLASS_FORM)]
 Companion = Annotated[str, *of_form(f"^({_ID}(/{_ID})?|{_CLASS})$", f"{_ID_FORM}, or ID/VARIANT; or {_CLASS_FORM}")]
@@ -77,11 +61,7 @@ Word = Annotated[str, *of_form(r"^[a-z][a-z0-9_]*$", "a word of small letters, d
 KeyEntry = TypeAliasType("KeyEntry", Text | int | Mapping[str, "KeyEntry"])  # type: ignore[misc]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class Evidence(_Section):
+class Evidence(Section):
     """What speaks for a family or a variant, in the file's native names and logical shapes."""
 
     has: Several[Text] = ()
@@ -105,7 +85,7 @@ class Identify(Evidence):
     has: Several[Text] = Field(min_length=1)
     """Tensors, or beginnings of names up to a dot, that must be there; at least one a name that `keys` changes."""
 
-    relatives: Annotated[Mapping[str, Text], *_Frozen] = Field(default_factory=FrozenMapping)
+    relatives: Annotated[Mapping[str, Text], *FROZEN] = Field(default_factory=FrozenMapping)
     """Names that must not be there, as they are those of a model that the class can't hold: its title."""
 
     @property
@@ -147,7 +127,7 @@ class Variant(Evidence):
         return self
 
 
-class Support(_Section):
+class Support(Section):
     """Whether a family can do something: `supported`, `{not_applicable: why}` or `{unsupported: why}`."""
 
     status: Literal["supported", "not_applicable", "unsupported"]
@@ -190,7 +170,7 @@ class Support(_Section):
         return {"description": cls.__doc__, "oneOf": [{"const": "supported"}, *excuses]}
 
 
-class Fp8(_Section):
+class Fp8(Section):
     """What float8_e4m3fn does to the family."""
 
     storage: Support
@@ -203,7 +183,7 @@ class Fp8(_Section):
     """What one scale of the activations spans in float8 products: a row (one token) or the whole tensor."""
 
 
-class Precision(_Section):
+class Precision(Section):
     """In which dtypes the family is stored and computed."""
 
     compute: Literal["checkpoint", "bfloat16", "float16", "float32"] = "checkpoint"
@@ -215,7 +195,7 @@ class Precision(_Section):
     fp16: Literal["safe", "unsafe"]
     """`unsafe` where activations overflow in float16; it is then promoted to float32."""
 
-    keep: Annotated[Mapping[Word, Several[Text] | Named[Text]], *_Frozen] = Field(default_factory=FrozenMapping)
+    keep: Annotated[Mapping[Word, Several[Text] | Named[Text]], *FROZEN] = Field(default_factory=FrozenMapping)
     """Modules that are never stored in float8, by role, in the model's names: `{time_embedding: [t_embedder]}`, or each
     with the reason where the role does not say it: `{other: {router: its rows are compared with each other}}`."""
 
@@ -256,7 +236,7 @@ class Precision(_Section):
         return self
 
 
-class Serves(_Section):
+class Serves(Section):
     """How a model takes the place of one of another family that has it inside, and more that its files lack."""
 
     inside: Text
@@ -266,7 +246,7 @@ class Serves(_Section):
     """Linear layers of the other class whose weight is then the identity."""
 
 
-class Naming(_Section):
+class Naming(Section):
     """Other names that files of the family bear; each name for a name of the model's."""
 
     architectures: Several[Text] = ()
@@ -279,7 +259,7 @@ class Naming(_Section):
     """Tensors of such a file that no model needs, each with the reason."""
 
 
-class Expect(_Section):
+class Expect(Section):
     """What a recorded header must be recognised as."""
 
     layout: NamingName | None = None
@@ -293,7 +273,7 @@ class Expect(_Section):
     """The variant that must be chosen; left out where it doesn't matter."""
 
 
-class Example(_Section):
+class Example(Section):
     """A recorded header; this family must claim it, and no other may."""
 
     header: FileStem
@@ -307,7 +287,7 @@ class Example(_Section):
     weights, which what is inferred from the header must equal."""
 
 
-class Family(_Section):
+class Family(Section):
     """One model class, and everything that is particular to the checkpoints that hold it."""
 
     schema_version: Literal[1] = Field(alias="schema")
@@ -358,7 +338,7 @@ class Family(_Section):
     contains: Named[Id] = Field(default_factory=FrozenMapping)
     """Parts of the file that another family describes: beginning of their names, and that family's id."""
 
-    namings: Annotated[Mapping[NamingName, Naming], *_Frozen] = Field(default_factory=FrozenMapping)
+    namings: Annotated[Mapping[NamingName, Naming], *FROZEN] = Field(default_factory=FrozenMapping)
     """Names that files bear beside the family's and the model's, such as those of llama.cpp."""
 
     precision: Precision
@@ -374,7 +354,7 @@ class Family(_Section):
     """What a pipeline needs beside this model, by role: a family's id, after a slash the variant where only one will do
     (`ID/VARIANT`), or a class."""
 
-    serves: Annotated[Mapping[Id, Serves], *_Frozen] = Field(default_factory=FrozenMapping)
+    serves: Annotated[Mapping[Id, Serves], *FROZEN] = Field(default_factory=FrozenMapping)
     """Families whose place this one takes in a pipeline where no file of theirs is there, by id."""
 
     examples: Several[Example] = ()

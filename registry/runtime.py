@@ -6,46 +6,33 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
-    PlainSerializer,
-    StringConstraints,
     model_validator,
 )
 
 from slipcast.registry.forms import of_form
 from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.section import FROZEN, Section, Several, Text
 from slipcast.registry.validation import mistake
 
-_Text = Annotated[str, StringConstraints(min_length=1)]
 _Argument = Annotated[str, *of_form(r"^[a-z][a-z0-9_]*$", "the name of an argument")]
-_Arguments = Annotated[
-    Mapping[_Argument, JsonValue], AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, Any])
-]
-_Widths = Annotated[
-    Mapping[_Argument, _Argument], AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, str])
-]
+_Arguments = Annotated[Mapping[_Argument, JsonValue], *FROZEN]
+_Widths = Annotated[Mapping[_Argument, _Argument], *FROZEN]
 _Pipeline = Annotated[str, *of_form(r"^[A-Z][A-Za-z0-9]*$", "the name of a pipeline's class, without its library")]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class Offload(_Section):
+class Offload(Section):
     """The repeated blocks of a model, as lists."""
 
-    blocks: Annotated[tuple[_Text, ...], Field(strict=False, min_length=1)]
+    blocks: Several[Text] = Field(min_length=1)
     """The module lists that hold the blocks, in the model's names."""
 
 
-class Compile(_Section):
+class Compile(Section):
     """The repeated blocks of a model, as classes: `{blocks: [...]}`, or `{unsupported: why}`."""
 
-    blocks: Annotated[tuple[_Text, ...], Field(strict=False)] = ()
+    blocks: Several[Text] = ()
     """The blocks' classes."""
 
     unsupported: str = ""
@@ -67,7 +54,7 @@ class Compile(_Section):
         return found
 
 
-class Runtime(_Section):
+class Runtime(Section):
     """How the model is best run."""
 
     compile: Compile | None = None
@@ -89,7 +76,7 @@ class Runtime(_Section):
     """Of a VAE: frames of a video that it works on at a time; left out of one that takes all of them."""
 
 
-class Sampling(_Section):
+class Sampling(Section):
     """What pictures are sampled with; of a variant what differs from its family."""
 
     pipeline: _Pipeline | None = None
@@ -104,7 +91,7 @@ class Sampling(_Section):
     arguments: _Arguments = Field(default_factory=FrozenMapping)
     """The pipeline's arguments that are no components, such as `{is_distilled: true}`."""
 
-    optional: Annotated[tuple[_Argument, ...], Field(strict=False)] = ()
+    optional: Several[_Argument] = ()
     """Companions that the pipeline does without, by role."""
 
     scheduler: _Arguments | None = None

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, Strict, StringConstraints
+from pydantic import BaseModel, Field
 
 from slipcast.registry.forms import of_form
-from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.section import Named, Section, Several, Text
 
 SCHEMA_VERSION = 1
 PROJECT_FILE = "slipcast.yaml"
 """Name of a project's settings file."""
 
 _CARD = r"cuda:\d{1,2}\.\d, *\d+(\.\d+)? *(GiB|GB|MiB)"
-Text = Annotated[str, StringConstraints(min_length=1)]
-Texts = Annotated[tuple[Text, ...], Strict(False)]
 Device = Annotated[
     str,
     *of_form(
@@ -25,18 +23,9 @@ Device = Annotated[
         "memory: cuda:8.6,12GiB",
     ),
 ]
-Entries = Annotated[
-    Mapping[str, Mapping[str, Any]],
-    AfterValidator(FrozenMapping),
-    PlainSerializer(dict, return_type=dict[str, Any]),
-]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class Fp8Settings(_Section):
+class Fp8Settings(Section):
     """Weights in 8 bits. A bare word stands for the mode: `fp8: storage`."""
 
     BARE_WORD: ClassVar[str] = "mode"
@@ -58,7 +47,7 @@ class Fp8Settings(_Section):
     """Fewest inputs, and fewest outputs, of a layer that multiplies in float8. Narrower ones are faster in storage."""
 
 
-class CompanionSettings(_Section):
+class CompanionSettings(Section):
     """Where a pipeline's parts lie, by its own names. A bare word stands for the folder: `companions: FOLDER`."""
 
     BARE_WORD: ClassVar[str] = "folder"
@@ -109,7 +98,7 @@ class CompanionSettings(_Section):
     """The scheduler."""
 
 
-class VaeSettings(_Section):
+class VaeSettings(Section):
     """How the VAE of a pipeline encodes and decodes."""
 
     tiling: Literal["auto", "on", "off"]
@@ -122,7 +111,7 @@ class VaeSettings(_Section):
     """Pixels of a tile along each side; 0 is what the VAE has by itself."""
 
 
-class Settings(_Section):
+class Settings(Section):
     """The settings of one load, complete: every layer has been laid over the defaults."""
 
     schema_version: Literal[1]
@@ -152,7 +141,7 @@ class Settings(_Section):
     """How a checkpoint comes to a GPU. prefetch: by safetensors' own reading ahead, where the installed version has it.
     slabs: through page-locked buffers. auto: prefetch where it can be, else slabs."""
 
-    unexpected: Texts
+    unexpected: Several[Text]
     """Globs on the names of tensors that may be left over."""
 
     family: Text | None
@@ -161,7 +150,7 @@ class Settings(_Section):
     component: Text | None
     """Which model to take where a file or a folder holds several, or null for the denoiser."""
 
-    families: Texts
+    families: Several[Text]
     """Folders of more family files, read beside the built-in ones."""
 
     companions: CompanionSettings
@@ -197,7 +186,7 @@ class Settings(_Section):
     """How far a pipeline is sped up. off: the same bits as diffusers. default: compiled blocks, VAE in channels-last.
     max: TF32 and fused projections as well."""
 
-    models: Entries
+    models: Named[Mapping[str, Any]]
     """Settings for single checkpoints, by file name, or by a glob on the file's name or full path."""
 
 

@@ -10,19 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
-    PlainSerializer,
-    Strict,
-    StringConstraints,
     model_validator,
 )
 from typing_extensions import TypeAliasType
 
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.header import Shape
+from slipcast.registry.section import Named, Section, Several, Text
 from slipcast.registry.validation import mistake, shown
 
 Kind = Literal["normal", "uniform", "ones", "true", "integers"]
@@ -77,43 +73,34 @@ def _checked(text: str) -> str:
 _Text = Annotated[str, AfterValidator(_checked), Field(json_schema_extra={"pattern": f"^{_RECIPE}$"})]
 _Number = bool | int | float
 Input = TypeAliasType("Input", _Text | _Number | list["Input"] | Mapping[str, "Input"] | None)  # type: ignore[misc]
-_Frozen = (AfterValidator(FrozenMapping), PlainSerializer(dict, return_type=dict[str, Any]))
 
 
-class Also(BaseModel):
+class Also(Section):
     """Another small model of the class. It is built, never run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    config: Annotated[Mapping[str, JsonValue], *_Frozen] = Field(default_factory=FrozenMapping)
+    config: Named[JsonValue] = Field(default_factory=FrozenMapping)
     """Its arguments, where they differ from the first small model's; nested ones are joined."""
 
-    beside: Annotated[Mapping[str, Annotated[tuple[int, ...], Strict(False)]], *_Frozen] = Field(
-        default_factory=FrozenMapping
-    )
+    beside: Named[Several[int]] = Field(default_factory=FrozenMapping)
     """Tensors that its file holds and nobody loads, native names and shapes."""
 
 
-class Tiny(BaseModel):
+class Tiny(Section):
     """A small model of the family's class, which must run on a CPU in a moment."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    config: Annotated[Mapping[str, JsonValue], *_Frozen]
+    config: Named[JsonValue]
     """Constructor arguments of the small model; what a header shows of them must be inferred as it stands here."""
 
-    also: Annotated[tuple[Also, ...], Strict(False)] = ()
+    also: Several[Also] = ()
     """Other small models, for what the first can't show as well, such as the other branch of an expression."""
 
-    inputs: Annotated[Mapping[str, Input], *_Frozen] = Field(default_factory=FrozenMapping)
+    inputs: Named[Input] = Field(default_factory=FrozenMapping)
     """Arguments of its forward: numbers, lists, mappings, and tensors by recipe: `normal 1x4x8x8`."""
 
     not_alone: str = ""
     """Why the class does not run by itself, in place of `inputs`; its forward is then not proven."""
 
-    converter_differs: Annotated[Mapping[str, Annotated[str, StringConstraints(min_length=1)]], *_Frozen] = Field(
-        default_factory=FrozenMapping
-    )
+    converter_differs: Named[Text] = Field(default_factory=FrozenMapping)
     """Tensors or modules, in the model's names, that diffusers' converter puts elsewhere or makes otherwise, each with
     the reason why the key map is right."""
 
