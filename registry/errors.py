@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 _SHOWN_ITEMS = 12
+
+
+class Extras(TypedDict, total=False):
+    """The arguments that some classes take beside their base's. A class takes those that it gives a default."""
+
+    candidates: tuple[str, ...]
+    roles: tuple[str, ...]
+    line: int | None
+    field: str
+    where: tuple[str | int, ...]
 
 
 class SlipcastError(Exception):
@@ -22,6 +32,7 @@ class SlipcastError(Exception):
         hint: what to do about it, as a sentence.
         path: the file or folder that is meant, if one is.
         items: names of the tensors, keys or settings concerned; the message shows the first twelve.
+        extras: what the class says beyond that; its own docstring names them.
     """
 
     def __init__(
@@ -32,12 +43,17 @@ class SlipcastError(Exception):
         hint: str,
         path: str | Path | None = None,
         items: Iterable[str] = (),
+        **extras: Unpack[Extras],
     ) -> None:
         self.found = found
         self.expected = expected
         self.hint = hint
-        self.path = None if path is None else str(path)
         self.items = tuple(items)
+        unknown = extras.keys() - self._extras().keys()
+        if unknown:
+            raise TypeError(f"{type(self).__name__} takes no {', '.join(sorted(unknown))}")
+        vars(self).update(extras)
+        self.path = None if path is None else self._place(str(path))
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -61,7 +77,16 @@ class SlipcastError(Exception):
             "hint": self.hint,
             "path": self.path,
             "items": list(self.items),
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in self._extras().items()},
         }
+
+    def _extras(self) -> dict[str, Any]:
+        """What the class says beyond its base, by name."""
+        return {name: getattr(self, name) for name in Extras.__annotations__ if hasattr(self, name)}
+
+    def _place(self, path: str) -> str:
+        """The path as the message shows it."""
+        return path
 
 
 def _rebuild(kind: type[SlipcastError], fields: dict[str, Any]) -> SlipcastError:
@@ -94,18 +119,7 @@ class IdentificationError(SlipcastError):
         candidates: ids of the families that claim it; empty where none does.
     """
 
-    def __init__(
-        self,
-        found: str,
-        *,
-        expected: str,
-        hint: str,
-        path: str | Path | None = None,
-        items: Iterable[str] = (),
-        candidates: tuple[str, ...] = (),
-    ) -> None:
-        self.candidates = candidates
-        super().__init__(found, expected=expected, hint=hint, path=path, items=items)
+    candidates: tuple[str, ...] = ()
 
 
 class CompanionError(SlipcastError):
@@ -115,22 +129,7 @@ class CompanionError(SlipcastError):
         roles: the pipeline's own names of the parts that are meant.
     """
 
-    def __init__(
-        self,
-        found: str,
-        *,
-        expected: str,
-        hint: str,
-        path: str | Path | None = None,
-        items: Iterable[str] = (),
-        roles: tuple[str, ...] = (),
-    ) -> None:
-        self.roles = roles
-        super().__init__(found, expected=expected, hint=hint, path=path, items=items)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As the base class does, with ``roles``."""
-        return {**super().to_dict(), "roles": list(self.roles)}
+    roles: tuple[str, ...] = ()
 
 
 class DocumentError(SlipcastError):
@@ -141,25 +140,11 @@ class DocumentError(SlipcastError):
         field: dotted path of the field ("precision.fp8.storage"), or "".
     """
 
-    def __init__(
-        self,
-        found: str,
-        *,
-        expected: str,
-        hint: str,
-        path: str | Path | None = None,
-        items: Iterable[str] = (),
-        line: int | None = None,
-        field: str = "",
-    ) -> None:
-        self.line = line
-        self.field = field
-        place = None if path is None else str(path) + (f":{line}" if line else "")
-        super().__init__(found, expected=expected, hint=hint, path=place, items=items)
+    line: int | None = None
+    field: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """As the base class does, with ``line`` and ``field``."""
-        return {**super().to_dict(), "line": self.line, "field": self.field}
+    def _place(self, path: str) -> str:
+        return f"{path}:{self.line}" if self.line else path
 
 
 class FamilyFileError(DocumentError):
@@ -177,18 +162,7 @@ class KeyMapError(SlipcastError):
         where: path of the entry in the family file, for example ``("keys", "x_embedder")``.
     """
 
-    def __init__(
-        self,
-        found: str,
-        *,
-        expected: str,
-        hint: str,
-        path: str | Path | None = None,
-        items: Iterable[str] = (),
-        where: tuple[str | int, ...] = (),
-    ) -> None:
-        self.where = where
-        super().__init__(found, expected=expected, hint=hint, path=path, items=items)
+    where: tuple[str | int, ...] = ()
 
 
 class ExpressionError(KeyMapError):

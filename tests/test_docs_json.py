@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from slipcast.demo.prompted import PIPELINE
+from slipcast.registry.errors import Extras
 from support.command_line import json_of
 from support.isolation import isolate
 from support.tiny_pipelines import write_pipeline
@@ -156,6 +157,11 @@ def test_errors_in_documents():
     real = json_of("settings", "--set", "devise=cpu", exit_code=2)
     assert real.keys() - documented("Errors")[0] == {"line", "field"}
     assert "`line` (integer or null) and `field` (string" in SECTIONS["Errors"]
+
+
+def test_keys_of_some_errors_alone():
+    listed = SECTIONS["Errors"].partition("Some kinds have keys more:")[2]
+    assert all(f"`{name}`" in listed for name in Extras.__annotations__)
 
 
 def test_convert(model):
