@@ -20,7 +20,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -32,12 +31,11 @@ from typing import Any
 
 import torch
 from load import Device, run_diffusers, run_safetensors, run_slipcast
-from measuring import HEADER, MIB, ROOT, model_class, print_table, read_through
+from measuring import HEADER, MIB, ROOT, Peak, model_class, print_table, read_through
 
 _CODES_HEADER = "z-image-turbo--kijai-fp8-scaled"
 _BLOCK = 64 * MIB
 _PINNED = 1024 * MIB
-_INTERVAL = 0.002
 _READY, _GO = "ready", "go"
 _STORAGE = {"device": "cuda", "dtype": "bfloat16", "fp8": "storage"}
 _KEPT = {"device": "cuda", "dtype": "bfloat16", "fp8": "auto"}
@@ -195,36 +193,10 @@ def _write(file: Any, block: torch.Tensor, offset: int, count: int) -> None:
         offset = 0
 
 
-class _DevicePeak:
-    """A context that samples what the driver says is taken of the GPU's memory.
-
-    Attributes:
-        above: the most, in bytes above what there was at the start.
-        left: what is taken in the end beyond the start, in bytes.
-    """
-
-    def __enter__(self) -> _DevicePeak:
-        self.above = self.left = 0
-        self._start = self._taken()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.left = self._taken() - self._start
-        self.above = max(self.above, self.left)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(_INTERVAL):
-            self.above = max(self.above, self._taken() - self._start)
-
-    @staticmethod
-    def _taken() -> int:
-        free, total = torch.cuda.mem_get_info()
-        return total - free
+def _device_bytes() -> int:
+    """What the driver says is taken of the GPU's memory."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _run(name: str, path: Path) -> dict[str, Any]:
@@ -235,7 +207,7 @@ def _run(name: str, path: Path) -> dict[str, Any]:
     Device("cuda")
     print(_READY, flush=True)
     sys.stdin.readline()
-    with _DevicePeak() as peak:
+    with Peak(_device_bytes) as peak:
         found = run(path, dict(settings))
     return {**found, "device_peak": peak.above, "device_left": peak.left}
 

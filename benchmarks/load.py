@@ -23,8 +23,8 @@ from typing import Any
 
 from measuring import (
     MIB,
-    AnonymousPeak,
     Clock,
+    Peak,
     add_file_options,
     circumstances,
     full_size_file,
@@ -46,7 +46,7 @@ def run_slipcast(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
     model_class(path)
     device = Device(settings["device"])
-    with AnonymousPeak() as peak, Clock() as clock:
+    with Peak() as peak, Clock() as clock:
         loaded = slipcast.load(path, **settings)
         device.wait()
     return {
@@ -91,7 +91,7 @@ def run_safetensors(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     device = Device(settings["device"])
-    with AnonymousPeak() as peak, Clock() as clock:
+    with Peak() as peak, Clock() as clock:
         tensors = load_file(path, device=settings["device"])
         device.wait()
     resident = sum(tensor.nbytes for tensor in tensors.values())
@@ -109,7 +109,7 @@ def run_diffusers(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         config = {**slipcast.inspect(path).config, "_class_name": kind.__name__}
         Path(folder, "config.json").write_text(json.dumps(config))
         device = Device(settings["device"])
-        with AnonymousPeak() as peak, Clock() as clock:
+        with Peak() as peak, Clock() as clock:
             model = kind.from_single_file(path, config=folder, torch_dtype=torch.bfloat16)
             if settings["fp8"] == "storage":
                 model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from pathlib import Path
@@ -23,7 +23,7 @@ MIB = 2**20
 
 _PACKAGES = ("slipcast", "torch", "diffusers", "safetensors", "accelerate")
 _BLOCK = 16 * MIB
-_INTERVAL = 0.003
+_INTERVAL = 0.002
 
 
 def add_file_options(parser: argparse.ArgumentParser) -> None:
@@ -113,16 +113,23 @@ def anonymous_bytes() -> int:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("RssAnon:")) * 1024
 
 
-class AnonymousPeak:
-    """A context that samples this process's anonymous memory.
+class Peak:
+    """A context that samples how much of something is taken.
+
+    Args:
+        taken: says how much, in bytes.
 
     Attributes:
         above: the most, in bytes above what there was at the start.
+        left: what is taken in the end beyond the start, in bytes.
     """
 
-    def __enter__(self) -> AnonymousPeak:
-        self.above = 0
-        self._start = anonymous_bytes()
+    def __init__(self, taken: Callable[[], int] = anonymous_bytes) -> None:
+        self._taken = taken
+
+    def __enter__(self) -> Peak:
+        self.above = self.left = 0
+        self._start = self._taken()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -138,7 +145,8 @@ class AnonymousPeak:
             self._look()
 
     def _look(self) -> None:
-        self.above = max(self.above, anonymous_bytes() - self._start)
+        self.left = self._taken() - self._start
+        self.above = max(self.above, self.left)
 
 
 def circumstances() -> dict[str, Any]:
