@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
-from train_digits import batches, learning_rate
+from training import Schedule, optimise
 
 from slipcast.demo.recognise import as_recognised, count_recognised, enlarged_digits, held_out, train_recogniser
 
@@ -74,35 +73,17 @@ def vae_loss(vae: AutoencoderKL, pixels: Tensor, generator: torch.Generator) -> 
     return error + DIVERGENCE_WEIGHT * divergence + MOMENTS_WEIGHT * moments, error
 
 
-def train_vae(seed: int, steps: int, batch: int, peak: float, seconds: float, device: torch.device) -> AutoencoderKL:
-    """Train on all the real digits, for so many steps or so many seconds, whichever ends first."""
+def train_vae(seed: int, schedule: Schedule, device: torch.device) -> AutoencoderKL:
+    """Train on all the real digits."""
     vae = build_vae(seed)
     vae.to(device)
     images, digits = (part.to(device) for part in enlarged_digits())
     generator = torch.Generator(device).manual_seed(seed)
-    optimiser = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99), weight_decay=0.01)
-    started = time.perf_counter()
-    errors: list[Tensor] = []
-    for step, rows in enumerate(batches(len(images), steps, batch, generator)):
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step, steps, peak)
-        loss, error = vae_loss(vae, to_pixels(images[rows]), generator)
-        optimiser.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimiser.step()
-        errors.append(error.detach())
-        late = time.perf_counter() - started > seconds
-        if late or (step + 1) % 250 == 0 or step + 1 == steps:
-            print(
-                f"vae step {step + 1:5d}  squared error {torch.stack(errors).mean().item():.5f}  "
-                f"{time.perf_counter() - started:.0f} s",
-                flush=True,
-            )
-            errors.clear()
-        if late:
-            print(f"stopped the VAE after {step + 1} of {steps} steps")
-            break
+
+    def loss_of(_: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return vae_loss(vae, to_pixels(images[rows]), generator)
+
+    optimise("vae", vae, schedule, len(images), loss_of, lambda error: f"squared error {error}", generator)
     vae.eval().requires_grad_(False)
     _report(vae, images, digits)
     return vae

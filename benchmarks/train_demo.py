@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-# cuBLAS reads this when it starts; without it, deterministic algorithms are refused.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from demo_files import SHIFT, check, write
@@ -32,8 +27,8 @@ from demo_vae import LATENT_SHAPE, all_latents, decode, train_vae
 from diffusers import AutoencoderKL
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from train_digits import PATCH, SAMPLED, batches, build_model, learning_rate, patchify, unpatchify, update_average
+from train_digits import PATCH, SAMPLED, build_model, patchify, unpatchify
+from training import Schedule, add_options, optimise, repeatable
 from transformers import Qwen3Config, Qwen3Model
 
 from slipcast.demo.prompted import NAMES, STEPS, start_noise
@@ -199,10 +194,10 @@ def pair_loss(
 
 
 def train_pair(
-    arguments: argparse.Namespace, vae: AutoencoderKL, seconds: float, device: torch.device
+    seed: int, schedule: Schedule, vae: AutoencoderKL, device: torch.device
 ) -> tuple[Qwen3Model, ZImageTransformer2DModel]:
     """Train the encoder and the denoiser on all the real digits; the averaged models in float32."""
-    encoder, denoiser = build_encoder(arguments.seed, ENCODER), build_model(arguments.seed, DENOISER)
+    encoder, denoiser = build_encoder(seed, ENCODER), build_model(seed, DENOISER)
     pair = nn.ModuleList([encoder, denoiser]).to(device)
     reader = nn.Linear(ENCODER["hidden_size"], len(NAMES), device=device)
     tables = prompt_tables(build_tokenizer(), TEMPLATES, device)
@@ -214,37 +209,21 @@ def train_pair(
     mean, deviation = all_latents(vae, images)
     average = copy.deepcopy(pair).requires_grad_(False)
     recogniser = train_recogniser()
-    generator = torch.Generator(device).manual_seed(arguments.seed)
-    optimiser = torch.optim.AdamW([*pair.parameters(), *reader.parameters()], betas=(0.9, 0.99), weight_decay=0.01)
+    generator = torch.Generator(device).manual_seed(seed)
 
-    def report(step: int, loss: float) -> None:
-        recognised = count_recognised(recogniser, as_recognised(sample(short, average, vae)), SAMPLED)
-        elapsed = time.perf_counter() - started
-        print(
-            f"step {step:5d}  loss {loss:.4f}  recognised {recognised} of {len(SAMPLED)}  {elapsed:.0f} s", flush=True
-        )
-
-    started = time.perf_counter()
-    losses: list[Tensor] = []
-    for step, rows in enumerate(batches(len(images), arguments.steps, arguments.batch, generator)):
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step, arguments.steps, arguments.learning_rate)
+    def loss_of(step: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         prompts = longer[step // LONG_EVERY % len(longer)] if longer and step % LONG_EVERY == 0 else short
         latents = mean[rows] + deviation[rows] * torch.randn(mean[rows].shape, generator=generator, device=device)
         loss = pair_loss(prompts, denoiser, encoder, reader, latents, digits[rows], generator)
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(pair.parameters(), 1.0)
-        optimiser.step()
-        update_average(average, pair, step)
-        losses.append(loss.detach())
-        late = time.perf_counter() - started > seconds
-        if late or (step + 1) % 250 == 0 or step + 1 == arguments.steps:
-            report(step + 1, torch.stack(losses).mean().item())
-            losses.clear()
-        if late:
-            print(f"stopped the pair after {step + 1} of {arguments.steps} steps")
-            break
+        return loss, loss
+
+    def report(loss: str) -> str:
+        recognised = count_recognised(recogniser, as_recognised(sample(short, average, vae)), SAMPLED)
+        return f"loss {loss}  recognised {recognised} of {len(SAMPLED)}"
+
+    optimise(
+        "pair", pair, schedule, len(images), loss_of, report, generator, beside=reader.parameters(), average=average
+    )
     return average[0], average[1]  # type: ignore[return-value]  # what the list was made of
 
 
@@ -270,31 +249,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     what.add_argument("--check", type=Path, metavar="FOLDER", help="count the recognised samples of a written pipeline")
     parser.add_argument("--steps", type=int, default=5000, help="training steps of encoder and denoiser (%(default)s)")
     parser.add_argument("--vae-steps", type=int, default=2000, help="training steps of the VAE (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop training after so long, at any step")
-    parser.add_argument("--batch", type=int, default=256, help="samples per step; a quarter for the VAE (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its peak (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, training and samples (%(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    add_options(parser)
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
     if arguments.check:
         check(arguments.check, device, arguments.seed)
         return
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     started = time.perf_counter()
-    # The plain attention kernel: at these lengths as fast, and its gradient is deterministic on every device.
-    with sdpa_kernel(SDPBackend.MATH):
-        vae = train_vae(
-            arguments.seed,
-            arguments.vae_steps,
-            max(1, arguments.batch // 4),
-            arguments.learning_rate,
-            arguments.seconds / 3,
-            device,
-        )
-        left = arguments.seconds - (time.perf_counter() - started)
-        encoder, denoiser = train_pair(arguments, vae, left, device)
+    batch, peak, seconds = arguments.batch, arguments.learning_rate, arguments.seconds
+    with repeatable():
+        of_vae = Schedule(arguments.vae_steps, max(1, batch // 4), peak, seconds / 3, report_every=250)
+        vae = train_vae(arguments.seed, of_vae, device)
+        of_pair = Schedule(arguments.steps, batch, peak, seconds - (time.perf_counter() - started), report_every=250)
+        encoder, denoiser = train_pair(arguments.seed, of_pair, vae, device)
     write(arguments.out, encoder, ENCODER, denoiser, vae)
 
 

@@ -12,23 +12,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
-import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-# cuBLAS reads this when it starts; without it, deterministic algorithms are refused.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from training import Schedule, add_options, optimise, repeatable
 
 from slipcast.demo.recognise import DIGITS, IMAGE_SIZE, count_recognised, real_digits, train_recogniser
 from slipcast.demo.sampling import CAPTIONS, draw_noise, integrate, load_captions, sample
@@ -183,23 +178,6 @@ def flow_matching_loss(
     return torch.nn.functional.mse_loss(predicted, images - noise)
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over a twentieth of the steps (at most 200), then a cosine down to a hundredth of the peak."""
-    warm_up = max(1, min(200, steps // 20))
-    if step < warm_up:
-        return peak * (step + 1) / warm_up
-    progress = (step - warm_up) / max(1, steps - warm_up)
-    return peak * (0.01 + 0.99 * (1 + math.cos(math.pi * progress)) / 2)
-
-
-@torch.no_grad()
-def update_average(average: torch.nn.Module, model: torch.nn.Module, step: int) -> None:
-    """Move the running average of the weights towards the model: over a tenth of the steps so far, at most 1000."""
-    weight = max(1e-3, 10 / (step + 10))
-    for mean, value in zip(average.parameters(), model.parameters(), strict=True):
-        mean.lerp_(value, weight)
-
-
 def train(arguments: argparse.Namespace) -> tuple[ZImageTransformer2DModel, Tensor]:
     """Train on all the real digits; the averaged model in float32 on the CPU, and its caption table."""
     device = torch.device(arguments.device)
@@ -213,46 +191,18 @@ def train(arguments: argparse.Namespace) -> tuple[ZImageTransformer2DModel, Tens
     images, digits = (part.to(device) for part in real_digits())
     recogniser = train_recogniser()
     generator = torch.Generator(device).manual_seed(arguments.seed)
-    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.01)
 
-    def report(step: int, loss: float) -> None:
-        recognised = count_recognised(recogniser, sample_batched(forward, average), SAMPLED)
-        seconds = time.perf_counter() - started
-        print(
-            f"step {step:5d}  loss {loss:.4f}  recognised {recognised} of {len(SAMPLED)}  {seconds:.0f} s", flush=True
-        )
-
-    started = time.perf_counter()
-    losses: list[Tensor] = []
-    for step, rows in enumerate(batches(len(images), arguments.steps, arguments.batch, generator)):
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step, arguments.steps, arguments.learning_rate)
+    def loss_of(_: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         loss = flow_matching_loss(forward, model, images[rows], digits[rows], generator)
-        optimiser.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        update_average(average, model, step)
-        losses.append(loss.detach())
-        late = time.perf_counter() - started > arguments.seconds
-        if late or (step + 1) % 100 == 0 or step + 1 == arguments.steps:
-            report(step + 1, torch.stack(losses).mean().item())
-            losses.clear()
-        if late:
-            print(f"stopped after {arguments.seconds:.0f} s and {step + 1} of {arguments.steps} steps")
-            break
+        return loss, loss
+
+    def report(loss: str) -> str:
+        recognised = count_recognised(recogniser, sample_batched(forward, average), SAMPLED)
+        return f"loss {loss}  recognised {recognised} of {len(SAMPLED)}"
+
+    schedule = Schedule(arguments.steps, arguments.batch, arguments.learning_rate, arguments.seconds, report_every=100)
+    optimise("digits", model, schedule, len(images), loss_of, report, generator, average=average)
     return average.cpu(), captions.cpu()
-
-
-def batches(count: int, steps: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Row numbers of each step's batch: the images in a new random order again and again, across the seams."""
-    waiting = torch.empty(0, dtype=torch.long, device=generator.device)
-    for _ in range(steps):
-        while len(waiting) < batch:
-            order = torch.randperm(count, generator=generator, device=generator.device)
-            waiting = torch.cat([waiting, order])
-        yield waiting[:batch]
-        waiting = waiting[batch:]
 
 
 @torch.no_grad()
@@ -349,19 +299,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     what.add_argument("--out", type=Path, help="train, and write the two files to this folder")
     what.add_argument("--check", type=Path, metavar="FOLDER", help="count the recognised samples of the written files")
     parser.add_argument("--steps", type=int, default=3000, help="training steps (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop training after so long, at any step")
-    parser.add_argument("--batch", type=int, default=256, help="images per step (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its peak (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, captions and training (%(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    add_options(parser)
     arguments = parser.parse_args(argv)
     if arguments.check:
         check(arguments.check)
         return
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # The plain attention kernel: at these lengths as fast, and its gradient is deterministic on every device.
-    with sdpa_kernel(SDPBackend.MATH):
+    with repeatable():
         model, captions = train(arguments)
     write(arguments.out, model, captions)
 

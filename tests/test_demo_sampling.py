@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -21,16 +21,21 @@ from slipcast.demo.recognise import count_recognised, held_out, real_digits, tra
 from slipcast.demo.sampling import draw_noise, integrate, load_captions, model_velocity, sample
 from slipcast.registry.errors import SlipcastError
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "train_digits.py"
+PROGRAMS = str(Path(__file__).parents[1] / "benchmarks")
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_digits", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks its module up
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, PROGRAMS)
+    try:
+        return import_module("train_digits")
+    finally:
+        sys.path.remove(PROGRAMS)
+
+
+@pytest.fixture(scope="module")
+def training(script: ModuleType) -> ModuleType:
+    return sys.modules["training"]
 
 
 def small_config(script: ModuleType) -> dict:
@@ -260,8 +265,8 @@ def test_loss_is_zero_for_the_true_velocity(script):
     assert loss < 1e-8
 
 
-def test_every_image_is_seen_once_before_any_is_seen_twice(script):
-    rows = torch.cat(list(script.batches(8, 6, 4, torch.Generator().manual_seed(0))))
+def test_every_image_is_seen_once_before_any_is_seen_twice(training):
+    rows = torch.cat(list(training.batches(8, 6, 4, torch.Generator().manual_seed(0))))
     assert [sorted(rows[start : start + 8].tolist()) for start in (0, 8, 16)] == [list(range(8))] * 3
 
 
@@ -297,8 +302,8 @@ def test_fp8_rounding_leaves_the_embedders(script, small):
     assert torch.equal(rounded.t_embedder.mlp[0].weight, model.t_embedder.mlp[0].weight)
 
 
-def test_learning_rate_rises_then_falls(script):
-    rates = [script.learning_rate(step, 1000, 1.0) for step in range(1000)]
+def test_learning_rate_rises_then_falls(training):
+    rates = [training.learning_rate(step, 1000, 1.0) for step in range(1000)]
     peak = rates.index(max(rates))
     assert peak == 49
     assert rates[peak] == 1.0
