@@ -14,9 +14,10 @@ from torch import Tensor
 
 from slipcast.engine.codecs.base import SCALE, Codec
 from slipcast.engine.codecs.float8 import Float8
-from slipcast.engine.kernels.operators import dequantise, quantise_rows
+from slipcast.engine.kernels.operators import dequantise
 from slipcast.engine.kernels.plain import FLOAT8
 from slipcast.engine.layers import QuantisedLinear
+from slipcast.engine.quantised_input import quantised_input
 from slipcast.engine.scaled_matmul import (
     ALIGNMENT,
     input_scale_obstacle,
@@ -150,7 +151,7 @@ def _product(
     input: Tensor, codes: Tensor, scale: Tensor | None, input_scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """``[..., K]`` times a weight in codes."""
-    rows, row_scale = quantise_rows(input.reshape(-1, codes.shape[1]), input_scale)
+    rows, row_scale = quantised_input(input, codes.shape[1], input_scale)
     return scaled_matmul(rows, row_scale, codes, scale, dtype).view(*input.shape[:-1], codes.shape[0])
 
 

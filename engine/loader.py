@@ -5,35 +5,30 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
 
-from slipcast.engine.build import build_with_buffers
 from slipcast.engine.chunks import piece_rows, rows_of, share
 from slipcast.engine.codecs import native
-from slipcast.engine.codecs.base import CODES
+from slipcast.engine.codecs.base import CODES, SCALE, Codec
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.computed_rows import undone
 from slipcast.engine.fetching import Fetcher, WindowReader
 from slipcast.engine.file_codec import part_tensors
 from slipcast.engine.file_weight import FileWeight
-from slipcast.engine.fp8_compute import enable_compute_
-from slipcast.engine.layers import quantise_module_
-from slipcast.engine.materialise import refuse_meta_tensors
+from slipcast.engine.placing import build_model, finished, place
 from slipcast.engine.plan import Piece, Plan, Target
 from slipcast.engine.prefetch import PrefetchFetcher
-from slipcast.engine.quantised_model import mark_quantised_
 from slipcast.engine.reader import Reader, open_reader, torch_dtype, with_own_storage
 from slipcast.engine.reading import Reading
 from slipcast.engine.seen_values import SeenValues
 from slipcast.engine.slabs import SlabFetcher
 from slipcast.engine.steps import Step, steps
-from slipcast.engine.weight_entries import WEIGHT
 from slipcast.engine.windows import Window, windows
 from slipcast.engine.workers import workers
 from slipcast.registry.errors import Cancelled, QuantisationError
@@ -168,10 +163,14 @@ def execute(
         if isinstance(work.reader, WindowReader):
             work.reader.start()
         _prepare_encoding(work, reading.threads)
-        work.model = _build(plan)  # while the first windows are being read
+        work.model = build_model(plan)  # this and what follows while the first windows are being read
+        work.allocate()
+        place(plan, work.model, work.tensors, mapped=False)
         for step in _read(work, reading):
             work.report(step)
-        return _filled(plan, work.model, work.tensors, work.device), work.notes.sentences()
+        _refuse_not_finite(work)
+        place(plan, work.model, work.tensors, mapped=True)
+        return finished(plan, work.model, work.tensors), work.notes.sentences()
     finally:
         work.close()
 
@@ -182,7 +181,7 @@ def _prepare_encoding(work: _Work, threads: int) -> None:
         return
     elements: Counter[torch.dtype] = Counter()
     for target in work.plan.targets:
-        if target.how == "encode" and isinstance(codec_named(target.codec or ""), Float8):
+        if target.how == "encode" and isinstance(_codec(target), Float8):
             for piece in target.pieces:
                 dtype = torch.float32 if piece.codec else torch_dtype(work.bundles[piece.source].weight)
                 elements[dtype] += prod(piece.shape)
@@ -208,8 +207,8 @@ def _fetcher(
 ) -> Fetcher:
     if reading.prefetch:
         return PrefetchFetcher(header, bundles, device, threads=reading.threads)
-    size = max((window.nbytes for window in cut), default=0)
-    return SlabFetcher(header, bundles, device, size=size, count=reading.windows, threads=reading.threads)
+    size, count = max((window.nbytes for window in cut), default=0), min(reading.windows, len(cut))
+    return SlabFetcher(header, bundles, device, size=size, count=count, threads=reading.threads)
 
 
 def _read(work: _Work, reading: Reading) -> Iterator[Step]:
@@ -218,7 +217,6 @@ def _read(work: _Work, reading: Reading) -> Iterator[Step]:
     On a GPU they are done in the caller's thread and stream: what takes long there are reads and copies, which others
     do ahead. CUDA's workspace for products of matrices is then the one that the model will need.
     """
-    work.allocate()
     if isinstance(work.reader, WindowReader):
         for window in work.reader.in_turn():
             for step in window.steps:
@@ -264,15 +262,41 @@ def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
 
 def _encode(work: _Work, target: Target, values: torch.Tensor, rows: slice) -> None:
     """Quantise rows into the parts of a weight, or a whole weight where its codec needs all rows at once."""
-    codec = codec_named(target.codec or "")
-    names = list(codec.parts(target.shape))
-    try:
+    codec = _codec(target)
+    with _named(target):
         if codec.streams:
-            out = {name: work.stored(target, index)[rows] for index, name in enumerate(names)}
-            codec.encode_rows_into(values, out, work.scratch(values.numel()))
+            out = {name: work.stored(target, index)[rows] for index, name in enumerate(_parts(target))}
+            scratch = work.scratch(0 if codec.fuses(work.device) else values.numel())
+            codec.encode_rows_into(values, out, scratch)
         else:
             for index, part in enumerate(codec.encode(values.contiguous()).values()):
                 work.stored(target, index).copy_(part)
+
+
+def _refuse_not_finite(work: _Work) -> None:
+    """Look at what was encoded without being looked at, all at once, so that the device is waited for a single time."""
+    encoded = [target for target in work.plan.targets if target.how == "encode" and _codec(target).fuses(work.device)]
+    parts = [{name: work.stored(target, index) for index, name in enumerate(_parts(target))} for target in encoded]
+    if not parts or bool(torch.cat([each[SCALE].flatten() for each in parts]).isfinite().all()):
+        return
+    for target, each in zip(encoded, parts, strict=True):
+        with _named(target):
+            _codec(target).refuse_not_finite(each)
+
+
+def _codec(target: Target) -> Codec:
+    return codec_named(target.codec or "")
+
+
+def _parts(target: Target) -> Sequence[str]:
+    return list(_codec(target).parts(target.shape))
+
+
+@contextmanager
+def _named(target: Target) -> Iterator[None]:
+    """Say in errors which tensor it was."""
+    try:
+        yield
     except QuantisationError as error:
         raise QuantisationError(f"{target.name}: {error.found}", expected=error.expected, hint=error.hint) from error
 
@@ -302,71 +326,6 @@ def _keep_rows(work: _Work, step: Step) -> None:
 def _keep_static_scale(work: _Work, target: Target) -> None:
     """Take over the checkpoint's scale of activations, where the plan stores it; all pieces have the same."""
     for index, stored in enumerate(target.stored):
-        if _leaf(stored.name) == INPUT_SCALE:
+        if stored.name.rpartition(".")[2] == INPUT_SCALE:
             scale = work.bundles[target.pieces[0].source].sides[INPUT_SCALE]
             work.stored(target, index).copy_(work.reader.elements(scale, 0, 1).view(()))
-
-
-def _build(plan: Plan) -> nn.Module:
-    """Build the class, with layers that take codes where the plan has them, and no parameter yet."""
-    model = build_with_buffers(plan.origin.model, plan.origin.config)
-    compute_dtype = getattr(torch, plan.compute_dtype)
-    for module in plan.modules:
-        if module.codec is not None:
-            layer = quantise_module_(model.get_submodule(module.path), codec_named(module.codec), compute_dtype)
-            layer.full_precision = module.full_precision
-    return model
-
-
-def _filled(plan: Plan, model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
-    """The model with every tensor in its place."""
-    for target in plan.targets:
-        if target.codec is not None:
-            quantised: Any = model.get_submodule(target.name.removesuffix(f".{WEIGHT}"))
-            weight = [stored.name for stored in target.stored if _leaf(stored.name) != INPUT_SCALE]
-            quantised.set_weight({_leaf(name): tensors[name] for name in weight})
-            continue
-        for stored in target.stored:
-            if target.how == "computed":
-                _put_buffer(model, stored.name, model.get_buffer(stored.name).to(device))
-            elif stored.kind == "buffer":
-                _put_buffer(model, stored.name, tensors[stored.name])
-            else:
-                _put_parameter(model, stored.name, tensors[stored.name])
-    for target in plan.targets:
-        if target.how == "tie":
-            _tie(model, target.name, target.tied_to or "")
-    for module in plan.modules:
-        if module.products is not None:
-            multiplying: Any = model.get_submodule(module.path)
-            scale = tensors.get(f"{module.path}.{INPUT_SCALE}")
-            enable_compute_(multiplying, input_scale=scale, per_tensor=module.activation_scale == "tensor")
-    refuse_meta_tensors(model)
-    return mark_quantised_(model) if any(module.codec is not None for module in plan.modules) else model
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
-
-
-def _put_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    module, leaf = _owner(model, name)
-    old = module._parameters[leaf]
-    module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old is not None and old.requires_grad)
-
-
-def _put_buffer(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    module, leaf = _owner(model, name)
-    module._buffers[leaf] = tensor
-
-
-def _tie(model: nn.Module, name: str, first: str) -> None:
-    owner, leaf = _owner(model, first)
-    module, own_leaf = _owner(model, name)
-    kind = "_parameters" if leaf in owner._parameters else "_buffers"
-    getattr(module, kind)[own_leaf] = getattr(owner, kind)[leaf]

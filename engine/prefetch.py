@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import safetensors
@@ -44,9 +45,10 @@ class PrefetchFetcher:
         self._device, self._threads = device, threads
         self._files: dict[int, Any] = {}
         self._under_way: set[FetchedByPrefetch] = set()
+        self._beginner = ThreadPoolExecutor(1, "slipcast-prefetch")
 
     def start(self, window: Window) -> FetchedByPrefetch:
-        """See ``Fetcher``."""
+        """See ``Fetcher``. A thread begins: the first time safetensors page-locks its memory."""
         plans: dict[int, dict[str, slice | None]] = defaultdict(dict)
         slices: dict[str, tuple[TensorInfo, int, int]] = {}
         for span in window.spans:
@@ -55,20 +57,28 @@ class PrefetchFetcher:
             plans[tensor.file][tensor.name] = None if rows is None else slice(*rows)
             skipped = 0 if rows is None else rows[0] * _row_bytes(tensor)
             slices[span.source] = (tensor, span.first - skipped, span.last - skipped)
-        loaders: dict[int, Any] = {}
-        fetched = FetchedByPrefetch(self, loaders, slices, self._under_way)
+        fetched = FetchedByPrefetch(self, self._beginner.submit(self._begin, plans), slices, self._under_way)
         self._under_way.add(fetched)
-        for file in plans:
-            self._open(file)
+        return fetched
+
+    def _begin(self, plans: Mapping[int, dict[str, slice | None]]) -> dict[int, Any]:
+        """The loader of each file."""
+        loaders: dict[int, Any] = {}
         try:
             for file, plan in plans.items():
+                self._open(file)
                 loaders[file] = self._files[file].prefetch(plan, device=str(self._device), threads=self._threads)
+        except SlipcastError:
+            _close(loaders)
+            raise
         except Exception as error:
+            _close(loaders)
             raise self.failed(error) from error
-        return fetched
+        return loaders
 
     def close(self) -> None:
         """See ``Fetcher``."""
+        self._beginner.shutdown(cancel_futures=True)
         for fetched in list(self._under_way):
             fetched.release()
         for file in self._files.values():
@@ -114,19 +124,20 @@ class FetchedByPrefetch:
     def __init__(
         self,
         fetcher: PrefetchFetcher,
-        loaders: Mapping[int, Any],
+        begun: Future[dict[int, Any]],
         slices: Mapping[str, tuple[TensorInfo, int, int]],
         under_way: set[FetchedByPrefetch],
     ) -> None:
-        self._fetcher, self._loaders, self._slices, self._under_way = fetcher, loaders, slices, under_way
+        self._fetcher, self._begun, self._slices, self._under_way = fetcher, begun, slices, under_way
         self._landed: dict[str, torch.Tensor] = {}
 
     def bytes_of(self, source: str) -> torch.Tensor:
         """See ``Fetched``."""
         if source not in self._landed:
             tensor, first, last = self._slices[source]
+            loaders = self._begun.result()
             try:
-                came = self._loaders[tensor.file].take(tensor.name)
+                came = loaders[tensor.file].take(tensor.name)
             except Exception as error:
                 raise self._fetcher.failed(error) from error
             raw = came.reshape(-1).view(torch.uint8)
@@ -139,9 +150,14 @@ class FetchedByPrefetch:
     def release(self) -> None:
         """See ``Fetched``."""
         self._landed.clear()
-        for loader in self._loaders.values():
-            loader.close()
         self._under_way.discard(self)
+        if not self._begun.cancel() and self._begun.exception() is None:
+            _close(self._begun.result())
+
+
+def _close(loaders: Mapping[int, Any]) -> None:
+    for loader in loaders.values():
+        loader.close()
 
 
 def _row_bytes(tensor: TensorInfo) -> int:

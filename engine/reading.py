@@ -16,9 +16,14 @@ from slipcast.registry.settings import Settings
 
 _MOST_THREADS = 8
 """More cores than this wait for memory."""
-_CHUNK_MIB, _DEVICE_CHUNK_MIB = 6, 32
-_PREFETCH_MIB = 640
-_PREFETCH_WINDOWS = 4
+_CHUNKS = {
+    "file": (6, "a chunk stays in a core's share of the cache"),
+    "prefetch": (64, "a device takes longer for a chunk than what starts it"),
+    "slabs": (32, "each slab has to hold a chunk"),
+}
+"""MiB for each reader, and why."""
+_PREFETCH_MIB = 720
+_PREFETCH_WINDOWS = 2
 """Windows under way at a time: while one is cast the others are read."""
 _FEW = 20
 """Up to a twentieth of a file may be what prefetch refuses: the thread that casts reads it."""
@@ -69,7 +74,7 @@ class Reading:
 def decide_reading(settings: Settings, device: Device, header: Header) -> dict[str, Decision]:
     """Decide what makes up a ``Reading``. What has no bearing on the CPU is there only if it was asked for."""
     reader = decide_reader(settings.reader, device, header)
-    threads, chunk = decide_threads(settings.threads), decide_chunk(settings.chunk_mib, device)
+    threads, chunk = decide_threads(settings.threads), decide_chunk(settings.chunk_mib, reader)
     ahead = decide_ahead(settings.ahead_mib, reader, int(threads.engaged), int(chunk.engaged))
     on_the_way = {"reader": reader, "ahead_mib": ahead}
     if device.kind == "cpu":
@@ -136,15 +141,12 @@ def decide_threads(requested: int | None) -> Decision:
     return Decision(requested=asked, engaged=str(min(cores, _MOST_THREADS)), reason=reason)
 
 
-def decide_chunk(requested: int | None, device: Device) -> Decision:
+def decide_chunk(requested: int | None, reader: Decision) -> Decision:
     """How large chunks are, in MiB of float32 elements. Engaged is a number."""
     if requested is not None:
         return Decision(requested=str(requested), engaged=str(requested), reason="as requested")
-    if device.kind == "cpu":
-        reason = "a chunk stays in a core's share of the cache"
-        return Decision(requested="auto", engaged=str(_CHUNK_MIB), reason=reason)
-    reason = "a copy to the device takes longer than what starts it"
-    return Decision(requested="auto", engaged=str(_DEVICE_CHUNK_MIB), reason=reason)
+    size, reason = _CHUNKS[reader.engaged]
+    return Decision(requested="auto", engaged=str(size), reason=reason)
 
 
 def decide_ahead(requested: int | None, reader: Decision, threads: int, chunk_mib: int) -> Decision:

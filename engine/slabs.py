@@ -45,13 +45,16 @@ class SlabFetcher:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free = [_Slab(size, device) for _ in range(count)]
+        self._new = tuple(self._free)
         begin = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
         self._pool = ThreadPoolExecutor(threads, "slipcast-slab", *begin)
 
     def start(self, window: Window) -> FetchedSlab:
         """See ``Fetcher``."""
+        for slab in self._new:  # all before any thread page-locks its own, for which the driver makes others wait
+            slab.take_place()
+        self._new = ()
         slab = self._free.pop(0)
-        slab.take_place()
         return FetchedSlab(window, slab, self._pool.submit(self._fill, window, slab), self._free)
 
     def close(self) -> None:
@@ -106,9 +109,8 @@ class _Slab:
 
     def take_place(self) -> None:
         """Allocate the device's side, in the thread and the stream that will read it."""
-        if not self.there.numel():
-            self.there = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-            self.taken_now()
+        self.there = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        self.taken_now()
 
     def ready_host(self) -> torch.Tensor:
         """The host's side, once the last copy out of it is done. Page-locking takes long: each thread does its own."""

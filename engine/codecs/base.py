@@ -67,6 +67,13 @@ class Codec(ABC):
         """Whether a weight can be encoded a few rows at a time (``encode_rows_into``)."""
         return False
 
+    def fuses(self, device: torch.device) -> bool:  # noqa: ARG002 - most do nowhere
+        """Whether one kernel encodes rows on a device, which takes no scratch and which nothing waits for.
+
+        Then ``encode_rows_into`` raises nothing, and ``refuse_not_finite`` has to be asked in the end.
+        """
+        return False
+
     @property
     def multiplies(self) -> bool:
         """Whether decoding and encoding multiply matrices, for which CUDA keeps a workspace in each thread."""
@@ -113,9 +120,18 @@ class Codec(ABC):
             rows: float ``[n, ...]``, contiguous.
             out: the parts' own rows, ``part[first:last]`` each; written.
             scratch: float32, one-dimensional, at least ``rows.numel()`` elements, on the same device; overwritten.
+                Where the codec ``fuses`` none is needed.
 
         Raises:
-            QuantisationError: values that are not finite.
+            QuantisationError: values that are not finite, but where the codec ``fuses``.
+        """
+        raise NotImplementedError(self.name)
+
+    def refuse_not_finite(self, parts: Parts) -> None:
+        """Look at the parts that a codec which ``fuses`` has encoded.
+
+        Raises:
+            QuantisationError: values that were not finite.
         """
         raise NotImplementedError(self.name)
 

@@ -52,6 +52,16 @@ def row_amax(rows: Tensor, scratch: Tensor) -> Tensor:
         amax = integers.amax(1).view(rows.dtype).to(torch.float32)
     else:
         amax = prefix(scratch, rows).copy_(rows).abs_().amax(1)
+    refuse_not_finite(amax)
+    return amax
+
+
+def refuse_not_finite(amax: Tensor) -> None:
+    """Look at the largest magnitudes, or the scales, of some rows: float32, of any shape.
+
+    Raises:
+        QuantisationError: some are infinite or not numbers.
+    """
     if not isfinite(float(amax.amax())):  # the largest of numbers of which one is none is none
         finite = torch.isfinite(amax)
         raise QuantisationError(
@@ -60,7 +70,6 @@ def row_amax(rows: Tensor, scratch: Tensor) -> Tensor:
             hint="the checkpoint is damaged, or was saved in a dtype too small for it; get another copy, or keep this "
             "weight in its float dtype",
         )
-    return amax
 
 
 def scale_for(amax: Tensor, largest: float) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from slipcast.engine.codecs import native
 from slipcast.engine.codecs.base import CODES, SCALE, Part, Parts, Shape
-from slipcast.engine.codecs.chunks import prefix, row_amax
+from slipcast.engine.codecs.chunks import prefix, refuse_not_finite, row_amax
 from slipcast.engine.codecs.scaled import Granularity, ScaledCodec
-from slipcast.engine.kernels.operators import dequantise
+from slipcast.engine.kernels.operators import dequantise, encode_rows, encodes_rows
 from slipcast.registry.errors import QuantisationError
 
 _NAME = re.compile(
@@ -107,11 +107,21 @@ class Float8(ScaledCodec):
     def _under_scales(self, rows: Tensor) -> Tensor:
         return rows.reshape(-1, self.block) if self.granularity == "block" else rows
 
+    def fuses(self, device: torch.device) -> bool:
+        """Where there is a kernel, and scales of rows or blocks, which show what is not finite."""
+        return self.streams and self.granularity != "none" and encodes_rows(device)
+
+    def refuse_not_finite(self, parts: Parts) -> None:
+        """Of values that are not finite the scales are not either."""
+        refuse_not_finite(parts[SCALE])
+
     def encode_rows_into(self, rows: Tensor, out: Parts, scratch: Tensor) -> None:
         """Encode rows whose scales depend on nothing but themselves; without scales, values beyond 448 become 448."""
         if self.granularity != "none":
             by_row = self._under_scales(rows.flatten(1)), self._under_scales(out[CODES].flatten(1)), out[SCALE].view(-1)
-            if not native.encode_rows(*by_row):
+            if self.fuses(rows.device):
+                encode_rows(*by_row)
+            elif not native.encode_rows(*by_row):
                 super().encode_rows_into(rows, out, scratch)
             return
         rows = rows.flatten(1)

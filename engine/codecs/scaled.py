@@ -118,6 +118,8 @@ class ScaledCodec(Codec):
         else:
             for rows in row_chunks(weight):
                 self.encode_rows_into(weight[rows], {name: part[rows] for name, part in out.items()}, scratch)
+            if self.fuses(weight.device):
+                self.refuse_not_finite(out)
         return out
 
     def _encode_under_one_scale(self, weight: Tensor, out: Parts, scratch: Tensor) -> None:

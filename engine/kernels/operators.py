@@ -45,6 +45,29 @@ def quantise_rows(rows: Tensor, input_scale: Tensor | None = None) -> tuple[Tens
     return codes, scale
 
 
+def encodes_rows(device: torch.device) -> bool:
+    """Whether ``encode_rows`` runs on a device."""
+    return runs_kernels(device)
+
+
+def encode_rows(rows: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Write the codes and scales of a weight's rows by a fused kernel: the bits of ``codecs.float8``, without scratch.
+
+    Nothing is waited for, so nothing is raised: rows with values that are not finite get scales that are not either.
+
+    Args:
+        rows: float16, bfloat16 or float32 ``[M, K]``, on a device of which ``encodes_rows`` is true.
+        codes: float8_e4m3fn ``[M, K]``, contiguous; written.
+        scale: float32 ``[M]``, contiguous; written.
+    """
+    if rows.numel() == 0:
+        scale.fill_(1.0)
+        return
+    from slipcast.engine.kernels.quantise_kernel import launch_encode
+
+    launch_encode(rows, codes.view(torch.uint8), scale, plain.SMALLEST_SCALE)
+
+
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``codes * scale`` computed in float32 and rounded once to ``dtype``.
 
