@@ -33,7 +33,6 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 )
 """Every dtype of the format with the bits of one element; the list is that of safetensors 0.8."""
 
-_FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 _FLOAT = frozenset(name for name in DTYPE_BITS if name.startswith(("F", "BF")))
 
 
@@ -49,8 +48,3 @@ def item_bits(dtype: str) -> int:
 def is_float(dtype: str) -> bool:
     """Whether elements of ``dtype`` are real floating-point numbers, of any width down to four bits."""
     return dtype in _FLOAT
-
-
-def is_float8(dtype: str) -> bool:
-    """Whether ``dtype`` is an 8-bit float with a sign and a mantissa; the exponent-only ``F8_E8M0`` holds scales."""
-    return dtype in _FLOAT8

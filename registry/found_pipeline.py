@@ -53,11 +53,6 @@ class FoundPipeline:
         return self.parts[0]
 
 
-def find_companions(path: str | Path, settings: Settings) -> tuple[Companion, ...]:
-    """The parts of the pipeline of a denoiser, the denoiser first; see ``find_pipeline``."""
-    return find_pipeline(path, settings).parts
-
-
 def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
     """Find what a pipeline is made of.
 

@@ -15,7 +15,7 @@ from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError, IdentificationError
-from slipcast.registry.found_pipeline import find_companions, find_pipeline
+from slipcast.registry.found_pipeline import find_pipeline
 from slipcast.registry.settings import resolve_settings
 from support.tiny_pipelines import VOCABULARY, flux_vae, model_of, write_pipeline, write_single
 
@@ -32,7 +32,7 @@ def single(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def found(path: Path, **companions: object) -> dict[str, Companion]:
     settings = resolve_settings({"companions": companions} if companions else {}).values
-    return {part.role: part for part in find_companions(path, settings)}
+    return {part.role: part for part in find_pipeline(path, settings).parts}
 
 
 def where(parts: Mapping[str, Companion]) -> dict[str, str]:
