@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from slipcast.engine.devices import Device
 from slipcast.engine.fp8_probe import Probe
 from slipcast.engine.plan import Decision
-from slipcast.registry.family import Family, Precision
+from slipcast.registry.family import Family
 from slipcast.registry.keymap.place import Place, parse_place
+from slipcast.registry.precision import Precision
 from slipcast.registry.quantisation import Bundle
 
 FLOAT8_FORMATS = frozenset({"fp8_scaled", "fp8_raw"})

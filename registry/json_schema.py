@@ -14,7 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from slipcast.registry.family import ROLES, Family
+from slipcast.registry.family import Family
+from slipcast.registry.precision import ROLES
 from slipcast.registry.settings_model import NOT_PER_MODEL, Settings, sections
 
 Schema = dict[str, Any]

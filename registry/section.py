@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, Strict, StringConstraints
 
+from slipcast.registry.forms import of_form
 from slipcast.registry.frozen import FrozenMapping
 
 Item = TypeVar("Item")
@@ -17,6 +18,7 @@ def _as_dicts(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Text = Annotated[str, StringConstraints(min_length=1)]
+Word = Annotated[str, *of_form(r"^[a-z][a-z0-9_]*$", "a word of small letters, digits and underscores")]
 Several = Annotated[tuple[Item, ...], Strict(False)]
 """A list in the file, which is no tuple to a strict model."""
 

@@ -11,7 +11,8 @@ from slipcast.engine.fp8_probe import Probe
 from slipcast.engine.precision import decide_dtype, decide_fp8
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.errors import DeviceError
-from slipcast.registry.family import Family, Precision
+from slipcast.registry.family import Family
+from slipcast.registry.precision import Precision
 
 
 def made_up(kind: Any, backend: Any, *, bfloat16: bool) -> Device:

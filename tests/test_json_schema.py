@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slipcast.registry.family import ROLES
 from slipcast.registry.json_schema import SCHEMAS, main, schema_text
+from slipcast.registry.precision import ROLES
 from slipcast.registry.strict_yaml import load_yaml, parse_yaml
 from support.family_files import family_text
 
