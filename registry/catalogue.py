@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from slipcast.registry.catalogue_index import INDEX, digest_of, index_text, read_index
-from slipcast.registry.errors import FamilyFileError
+from slipcast.registry.errors import FamilyFileError, SettingsError
 from slipcast.registry.family import Family
 from slipcast.registry.family_file import FOLDERS, FamilyFile, build_family, read_family_file
 from slipcast.registry.settings_model import PROJECT_FILE
@@ -53,6 +53,20 @@ class Catalogue(Mapping[str, Family]):
         if id_ not in self._signatures:
             self._signatures[id_] = signature_of(self[id_])
         return self._signatures[id_]
+
+    def refuse_unknown(self, id_: str, expected: str = "an id that 'slipcast families' lists") -> None:
+        """Refuse an id that somebody asks for and no family has.
+
+        Raises:
+            SettingsError: with the nearest id.
+        """
+        if id_ not in self:
+            raise SettingsError(
+                f"no family is called {id_!r}",
+                expected=expected,
+                hint=did_you_mean(id_, self, "add the folder of its file to the setting families"),
+                field="family",
+            )
 
     def without(self, ids: Collection[str]) -> Catalogue:
         """A catalogue that lacks some families."""

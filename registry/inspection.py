@@ -9,14 +9,12 @@ from typing import Any
 
 from slipcast.registry.catalogue import Catalogue, load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
-from slipcast.registry.errors import IdentificationError, SettingsError
-from slipcast.registry.family import Family
+from slipcast.registry.errors import IdentificationError
 from slipcast.registry.header import Checkpoint
 from slipcast.registry.identify import Match, are_apart, identify
 from slipcast.registry.parts import choose_component, unclaimed_parts
 from slipcast.registry.quantisation import Bundles, assemble, count_formats
 from slipcast.registry.settings import Settings
-from slipcast.registry.validation import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,8 @@ def identify_path(path: str | Path, settings: Settings, *, needed: str | None = 
     """
     catalogue = load_catalogue(settings.families)
     checkpoint = read_checkpoint(path, limit_mib=settings.header_limit_mib)
-    _check_family(settings.family, catalogue)
+    if settings.family is not None:
+        catalogue.refuse_unknown(settings.family)
     matches = identify(checkpoint, catalogue, family=settings.family, needed=needed)
     known = matches if settings.family is None else _identified(checkpoint, catalogue)
     if settings.component is not None:
@@ -215,14 +214,3 @@ def _problems(everything: Mapping[str, Bundles], claimed: Iterable[str]) -> Iter
         yield from (f"no weight consumes {tensor.name}" for tensor in bundles.orphans)
         if name not in claimed:
             yield f"no family claims the component {name}"
-
-
-def _check_family(family: str | None, catalogue: Mapping[str, Family]) -> None:
-    if family is not None and family not in catalogue:
-        near = nearest(family, list(catalogue))
-        raise SettingsError(
-            f"the family {family!r}",
-            expected="an id that 'slipcast families' lists",
-            hint=f"did you mean {near!r}?" if near else "add the folder of its file to the setting families",
-            field="family",
-        )

@@ -85,7 +85,7 @@ def test_a_pipeline_folder_lists_its_components(folder):
 def test_the_settings_of_the_call_reach_it(model):
     result = run("inspect", model, "--set", "family=nobody")
     assert result.exit_code == 2
-    assert "the family 'nobody'" in result.stderr
+    assert "no family is called 'nobody'" in result.stderr
 
 
 def test_each_checkpoint_of_a_folder_is_inspected(folder, model):

@@ -50,7 +50,7 @@ def test_heavy_libraries_are_not_imported(published, arguments):
         (["load", "empty.safetensors"], "the file is empty"),
         (["load", "lora.safetensors"], "no family claims"),
         (["load", "turbo.safetensors", "--set", "device=gpu"], "device is 'gpu'"),
-        (["load", "turbo.safetensors", "--set", "family=nobody"], "the family 'nobody'"),
+        (["load", "turbo.safetensors", "--set", "family=nobody"], "no family is called 'nobody'"),
         (["load", "turbo.safetensors", "--device", "cuda:8.6,12GiB"], "which is not there"),
         (["load", "turbo.safetensors", "--plan", "empty.safetensors"], "the file is empty"),
         (["plan", "turbo.safetensors", "--set", "dtype=fp8"], "dtype is 'fp8'"),

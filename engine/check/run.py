@@ -27,9 +27,8 @@ from slipcast.engine.check.subject import Subject, file_of, subject_of
 from slipcast.engine.check.todo_proof import prove_filled_in
 from slipcast.engine.check.value_proofs import prove_values
 from slipcast.registry.catalogue import Catalogue, load_catalogue, load_family_file
-from slipcast.registry.errors import SettingsError, SlipcastError
+from slipcast.registry.errors import SlipcastError
 from slipcast.registry.family import Family
-from slipcast.registry.validation import did_you_mean
 
 PROOFS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
     {
@@ -75,13 +74,7 @@ def check_families(
     catalogue = load_catalogue(folders)
     ids = [name for name in names if not _is_file(name)]
     for id_ in ids:
-        if id_ not in catalogue:
-            raise SettingsError(
-                f"no family is called {id_!r}",
-                expected="an id that 'slipcast families' lists, or the path of a family file",
-                hint=did_you_mean(id_, catalogue, "add the folder of its file to the setting families"),
-                field="family",
-            )
+        catalogue.refuse_unknown(id_, "an id that 'slipcast families' lists, or the path of a family file")
     return _checked(names, ids, catalogue, recorded_headers(headers))
 
 

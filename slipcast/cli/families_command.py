@@ -12,10 +12,8 @@ from slipcast.cli.options import call_settings, common_options, settings_options
 from slipcast.cli.output import write, write_heading, write_json, write_table
 from slipcast.engine.check.records import recorded_headers, source_of
 from slipcast.registry.catalogue import Catalogue, load_catalogue
-from slipcast.registry.errors import SettingsError
 from slipcast.registry.family import Family
 from slipcast.registry.settings import resolve_settings
-from slipcast.registry.validation import did_you_mean
 
 
 @click.command("families")
@@ -38,18 +36,8 @@ def command(family: str | None, assignments: tuple[str, ...], as_json: bool) -> 
     if family is None:
         _list(catalogue, as_json)
     else:
-        _show(_named(family, catalogue), as_json)
-
-
-def _named(family: str, catalogue: Catalogue) -> Family:
-    if family not in catalogue:
-        raise SettingsError(
-            f"no family is called {family!r}",
-            expected="an id that 'slipcast families' lists",
-            hint=did_you_mean(family, catalogue, "add the folder of its file to the setting families"),
-            field="family",
-        )
-    return catalogue[family]
+        catalogue.refuse_unknown(family)
+        _show(catalogue[family], as_json)
 
 
 def _list(catalogue: Catalogue, as_json: bool) -> None:
