@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import (
@@ -13,6 +14,7 @@ from pydantic import (
 
 from slipcast.registry.forms import of_form
 from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.keymap.place import Place, index_value, parse_place
 from slipcast.registry.section import FROZEN, Section, Several, Text
 from slipcast.registry.validation import mistake
 
@@ -26,7 +28,20 @@ class Offload(Section):
     """The repeated blocks of a model, as lists."""
 
     blocks: Several[Text] = Field(min_length=1)
-    """The module lists that hold the blocks, in the model's names."""
+    """The module lists that hold the blocks, as places in the model's names: `layers`, `{s=a|b}.{i}.resnets`."""
+
+    def block_of(self, name: str) -> str | None:
+        """Path of the block that a tensor or module of the model lies in, the outermost one; None where in none."""
+        segments = tuple(name.split("."))
+        counts = [len(place.segments) + 1 for place in self._places if place.takes(segments)]
+        count = min((count for count in counts if count <= len(segments)), default=None)
+        if count is None or index_value(segments[count - 1]) is None:
+            return None
+        return ".".join(segments[:count])
+
+    @cached_property
+    def _places(self) -> tuple[Place, ...]:
+        return tuple(parse_place(text) for text in self.blocks)
 
 
 class Compile(Section):

@@ -39,7 +39,7 @@ MEMORY = 64 * 2**30
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         family: write_pipeline(family, tmp_path_factory.mktemp(family) / "pipeline")
-        for family in ("z-image", "sd-1", "anima")
+        for family in ("z-image", "sd-1", "sdxl", "anima")
     }
 
 
@@ -114,11 +114,13 @@ def test_a_refusal_names_settings_that_make_it_fit(tmp_path: Path) -> None:
     assert found[-1] == ""
 
 
-@pytest.mark.parametrize("family", ["z-image", "sd-1"])
+@pytest.mark.parametrize("family", ["z-image", "sd-1", "sdxl"])
 @pytest.mark.parametrize("fp8", ["off", "storage"])
 def test_every_tier_draws_the_same_picture(family: str, fp8: str, folders: dict[str, Path]) -> None:
     folder = folders[family]
-    expected = picture(assemble(planned(folder, fp8=fp8)))
+    expected = picture(resident := assemble(planned(folder, fp8=fp8)))
+    if fp8 == "off":
+        assert np.array_equal(expected, picture(plain_pipeline(type(resident), folder)))
     for tier, mode, free in (("streamed", "balanced", MEMORY), ("whole_modules", "low", MEMORY)):
         plan = planned(folder, free, memory=mode, fp8=fp8)
         assert plan.policies.memory.tier == tier

@@ -249,7 +249,9 @@ def prove_patterns(subject: Subject) -> Outcome:
     for n, text in enumerate(family.runtime.compile.blocks if family.runtime.compile else ()):
         wanted.append((("runtime", "compile", "blocks", n), text, text in classes))
     for n, text in enumerate(family.runtime.offload.blocks if family.runtime.offload else ()):
-        wanted.append((("runtime", "offload", "blocks", n), text, _hits(text, lists, exactly=True)))
+        wanted += [
+            (("runtime", "offload", "blocks", n), one, _hits(one, lists, exactly=True)) for one in _one_word_each(text)
+        ]
     wanted += sampling_names(family)
     dead = [(where, text) for where, text, hit in wanted if not hit]
     if dead:

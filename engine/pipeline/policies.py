@@ -13,7 +13,7 @@ from slipcast.engine.plan import Decision, Plan
 from slipcast.engine.policy.activations import vae_bytes_per_pixel
 from slipcast.engine.policy.apply import Applied, apply_speed_, apply_vae_, place_
 from slipcast.engine.policy.memory import MemoryDecision, Part, decide_memory, first_fitting
-from slipcast.engine.policy.parts import part_of_plan
+from slipcast.engine.policy.parts import denoises, part_of_plan
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.engine.policy.snapshot import Snapshot, take_snapshot
 from slipcast.engine.policy.speed import SpeedDecision, decide_speed, is_gguf, without_compile
@@ -22,7 +22,7 @@ from slipcast.engine.policy.vae import VaeCosts, VaeWay, vae_ways
 from slipcast.engine.policy.vae_calls import can_slice, set_tile_side_
 from slipcast.registry.errors import DeviceError
 from slipcast.registry.frozen import FrozenMapping
-from slipcast.registry.runtime import Sampling
+from slipcast.registry.runtime import Runtime, Sampling
 from slipcast.registry.settings import Settings
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def decide_policies(
     speed = decide_speed(
         settings.speed,
         snapshot.device,
-        {role: part.plan for role, part in parts.items() if part.plan is not None and _denoises(role, sampling)},
+        {role: part.plan for role, part in parts.items() if part.plan is not None and denoises(role, sampling)},
         parts[_VAE].plan if facts is not None else None,
         room=snapshot.budget - memory.peak_bytes,
         resident=memory.tier == "resident",
@@ -194,14 +194,11 @@ def apply_policies_(pipe: Any, plan: PipelinePlan) -> Applied:
         pipe: just put together, its models where the plan had them loaded.
         plan: of the pipeline.
 
-    Raises:
-        DeviceError: a model can't be placed as it was decided.
     """
     policies, sampling = plan.policies, plan.found.sampling
     tf32, decoder = apply_speed_(pipe, policies.speed)
     try:
-        denoisers = tuple(role for role in plan.parts if _denoises(role, sampling))
-        visitors = place_(pipe, policies.memory, torch.device(plan.device), denoisers)
+        visitors = place_(pipe, policies.memory, torch.device(plan.device), dict(_runtimes(plan.parts)), sampling)
         calls = None
         if policies.vae is not None:
             tile_size = policies.settings.vae.tile_size
@@ -306,8 +303,10 @@ def _policy_parts(parts: Mapping[str, PlannedPart], sampling: Sampling, size: Im
             yield Part(role, kind, part.nbytes, measured=kind == "other")  # type: ignore[arg-type]
 
 
-def _denoises(role: str, sampling: Sampling) -> bool:
-    return role in (sampling.denoiser, f"{sampling.denoiser}_2")
+def _runtimes(parts: Mapping[str, PlannedPart]) -> Iterator[tuple[str, Runtime]]:
+    for role, part in parts.items():
+        if part.companion.match is not None:
+            yield role, part.companion.match.family.runtime
 
 
 def _encodes(role: str) -> bool:

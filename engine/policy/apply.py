@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from slipcast.engine.compiled_blocks import CompiledBlocks, compile_blocks_
 from slipcast.engine.policy.global_flags import Tf32
 from slipcast.engine.policy.memory import MemoryDecision
-from slipcast.engine.policy.snapshot import host_free
+from slipcast.engine.policy.parts import denoises, streamed_paths
 from slipcast.engine.policy.speed import SpeedDecision
 from slipcast.engine.policy.vae import VaeWay
 from slipcast.engine.policy.vae_calls import VaeCalls, set_tile_side_
 from slipcast.engine.policy.visiting import Turns, Visitor, visit_
-from slipcast.registry.errors import DeviceError
-
-_STREAMS = frozenset({"cuda", "xpu"})
-"""Kinds of devices that compute and copy at the same time."""
+from slipcast.registry.runtime import Runtime, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,63 +39,33 @@ class Applied:
             self.tf32.release()
 
 
-def place_(pipe: Any, decision: MemoryDecision, device: torch.device, denoisers: tuple[str, ...]) -> dict[str, Visitor]:
+def place_(
+    pipe: Any, decision: MemoryDecision, device: torch.device, runtimes: Mapping[str, Runtime], sampling: Sampling
+) -> dict[str, Visitor]:
     """Put the models of a pipeline where they were decided to lie.
 
     Args:
         pipe: with what stays on the device there, and the rest on the host.
         decision: where the models lie.
         device: what the pipeline computes on.
-        denoisers: roles whose blocks are streamed; other roles are streamed by layers.
+        runtimes: role -> its family's facts, of what is streamed.
+        sampling: the denoiser's family's facts.
 
     Returns:
         role -> what brings it to the device, of those that come as a whole.
-
-    Raises:
-        DeviceError: diffusers can't stream a model.
     """
+    from slipcast.engine.policy.streaming import stream_
+
     turns = Turns()
     visitors = {}
     for role, placement in decision.placements.items():
         model = pipe.components[role]
         if placement == "streamed":
-            _stream_(role, model, device, by_blocks=role in denoisers)
+            paths = streamed_paths(role, model, runtimes[role], sampling)
+            stream_(model, paths, device, whole_blocks=denoises(role, sampling))
         elif placement in ("moved", "in_turn"):
             visitors[role] = visit_(model, device, turns if placement == "in_turn" else None)
     return visitors
-
-
-def _stream_(role: str, model: nn.Module, device: torch.device, *, by_blocks: bool) -> None:
-    """Let diffusers move a model's blocks or layers one by one, the next one while one computes.
-
-    Without ``record_stream``: with it the host runs ahead of the device, and where blocks compute for longer than they
-    are copied, nearly all of them are on the device at once. Waiting for each block bounds that to two.
-    """
-    from diffusers.hooks.group_offloading import apply_group_offloading
-
-    stream = device.type in _STREAMS
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    free = host_free()
-    options: dict[str, Any] = {"offload_type": "leaf_level"}
-    if by_blocks:
-        options = {"offload_type": "block_level", "num_blocks_per_group": 1}
-    try:
-        apply_group_offloading(
-            model,
-            onload_device=device,
-            offload_device=torch.device("cpu"),
-            use_stream=stream,
-            record_stream=False,
-            non_blocking=stream,
-            low_cpu_mem_usage=free is not None and free < 2 * weights,  # pinned for each copy, not for good
-            **options,
-        )
-    except (ValueError, RuntimeError) as failure:
-        raise DeviceError(
-            f"the {role}, a {type(model).__name__}, whose weights can't be streamed: {failure}",
-            expected="a model that diffusers' group offloading takes",
-            hint="set memory=fast, or give the pipeline a device with more memory",
-        ) from failure
 
 
 def apply_vae_(

@@ -11,7 +11,7 @@ from slipcast.engine.plan import Plan, Stored, Target
 from slipcast.engine.policy.activations import denoiser_bytes, encoder_bytes
 from slipcast.engine.policy.memory import Part
 from slipcast.engine.policy.sizes import ImageSize
-from slipcast.registry.runtime import Runtime, Sampling
+from slipcast.registry.runtime import Offload, Runtime, Sampling
 
 STREAMED_LAYERS = (
     nn.Conv1d,
@@ -23,7 +23,7 @@ STREAMED_LAYERS = (
     nn.Linear,
     nn.Embedding,
 )
-"""The layers that diffusers moves one by one with ``leaf_level``."""
+"""The layers that hold nearly all weights of a text encoder, as diffusers' group offloading moves them too."""
 
 
 def part_of_plan(role: str, plan: Plan, runtime: Runtime, sampling: Sampling, size: ImageSize) -> Part:
@@ -37,27 +37,44 @@ def part_of_plan(role: str, plan: Plan, runtime: Runtime, sampling: Sampling, si
         size: what is drawn.
     """
     sizes = stored_bytes(plan)
-    if role in (sampling.denoiser, f"{sampling.denoiser}_2"):
-        names = blocks_of(build_on_meta(plan.origin.model, plan.origin.config)) if runtime.offload is not None else ()
+    if denoises(role, sampling):
+        names = streamed_paths(role, build_on_meta(plan.origin.model, plan.origin.config), runtime, sampling)
         activations, measured = denoiser_bytes(plan, runtime, sampling, size)
         return Part(role, "denoiser", sum(sizes.values()), _grouped(sizes, names), activations, measured)
     if role.startswith("text_encoder"):
-        names = layers_of(build_on_meta(plan.origin.model, plan.origin.config))
+        names = streamed_paths(role, build_on_meta(plan.origin.model, plan.origin.config), runtime, sampling)
         activations, measured = encoder_bytes(plan, runtime, size)
         return Part(role, "text_encoder", sum(sizes.values()), _grouped(sizes, names), activations, measured)
     return Part(role, "vae" if role == "vae" else "other", sum(sizes.values()))
 
 
-def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that diffusers moves one by one with ``block_level`` and one block in a group."""
-    lists = (
-        (name, child) for name, child in model.named_children() if isinstance(child, nn.ModuleList | nn.Sequential)
-    )
-    return tuple(f"{name}.{index}" for name, child in lists for index in range(len(child)))
+def denoises(role: str, sampling: Sampling) -> bool:
+    """Whether a role is the denoiser's, or that of the second of two."""
+    return role in (sampling.denoiser, f"{sampling.denoiser}_2")
+
+
+def streamed_paths(role: str, model: nn.Module, runtime: Runtime, sampling: Sampling) -> tuple[str, ...]:
+    """Paths of what comes to the device one by one: a denoiser's blocks, of other models their layers.
+
+    Args:
+        role: the pipeline's name of the model.
+        model: the model, or one like it on the meta device.
+        runtime: its family's facts.
+        sampling: the denoiser's family's facts.
+    """
+    if not denoises(role, sampling):
+        return layers_of(model)
+    return blocks_of(model, runtime.offload) if runtime.offload is not None else ()
+
+
+def blocks_of(model: nn.Module, offload: Offload) -> tuple[str, ...]:
+    """Paths of the blocks of the lists that a family names, of those that have weights."""
+    names = (name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+    return tuple(dict.fromkeys(block for name in names if (block := offload.block_of(name)) is not None))
 
 
 def layers_of(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the layers that diffusers moves one by one with ``leaf_level``."""
+    """Paths of the layers that come one by one where a model is not streamed by blocks."""
     return tuple(name for name, module in model.named_modules() if isinstance(module, STREAMED_LAYERS))
 
 

@@ -6,7 +6,6 @@ They are the demonstration's checkpoint, cut down to one block of each kind, wit
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -105,18 +104,16 @@ def outline(match: Match, plan: Plan) -> Outline:
         plan: of its load in fp8 storage.
     """
     offload = match.family.runtime.offload
-    blocks = () if offload is None else offload.blocks
-    place = re.compile(rf"({'|'.join(map(re.escape, blocks))})\.(\d+)\.")
     further: set[str] = set()
     layers: set[str] = set()
     modules: list[str] = []
     for target in plan.targets:
-        found = place.match(target.name)
-        if found is not None and found[2] != "0":
+        block = None if offload is None else offload.block_of(target.name)
+        if block is not None and block.rpartition(".")[2] != "0":
             further |= _sources(target)
-        elif found is not None and target.how == "encode":
+        elif offload is not None and block is not None and target.how == "encode":
             layers |= _sources(target)
-            if found[1] == blocks[0]:
+            if block == f"{offload.blocks[0]}.0":
                 modules.append(target.name.removesuffix(".weight"))
     tensors = {
         name: (tensor.dtype, tensor.shape) for name, tensor in match.header.tensors.items() if name not in further
