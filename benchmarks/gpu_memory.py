@@ -13,7 +13,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from diffusers.hooks.group_offloading import apply_group_offloading
 from measuring import MIB, ROOT, print_table
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from slipcast.engine.layers import QuantisedModule
 from slipcast.engine.pipeline import policies
 from slipcast.engine.pipeline.assemble import assemble, pipeline_record
 from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
+from slipcast.engine.policy import streaming
 from slipcast.engine.policy.memory import TIERS, decide_memory
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.registry.settings import resolve_settings
@@ -47,6 +49,9 @@ _PROMPT = "a red fox in snow, " * 20
 def add_options(parser: Any) -> None:
     """The options of this part."""
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS), help="which (%(default)s)")
+    parser.add_argument(
+        "--group-offloading", action="store_true", help="each streamed tier once more, by diffusers' group offloading"
+    )
     parser.add_argument("--pictures", nargs="+", type=int, default=list(SIZES), help="sides in pixels (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="steps of a picture (%(default)s)")
     parser.add_argument("--first-blocks", type=int, help="fewer blocks of each model, to try the program out")
@@ -60,17 +65,45 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     expected: dict[int, Tensor] = {}
     with tempfile.TemporaryDirectory() as folder:
         path, companions = _files(Path(folder), options.first_blocks)
-        for tier in ("resident", *(tier for tier in options.tiers if tier != "resident")):
+        for name, tier, theirs in _runs(options):
             began = perf_counter()
             try:
-                found[tier] = _tier(tier, path, companions, options, expected)
+                with _group_offloading() if theirs else nullcontext():
+                    found[name] = _tier(tier, path, companions, options, expected)
             except Exception as failure:
-                failed[tier] = f"{type(failure).__name__}: {failure}"
-                print(f"{tier} failed: {failed[tier][:800]}", file=sys.stderr)
+                failed[name] = f"{type(failure).__name__}: {failure}"
+                print(f"{name} failed: {failed[name][:800]}", file=sys.stderr)
             gc.collect()
             torch.cuda.empty_cache()
-            print(f"{tier}: {perf_counter() - began:.0f} s", file=sys.stderr)
+            print(f"{name}: {perf_counter() - began:.0f} s", file=sys.stderr)
     return {"sizes": options.pictures, "steps": options.steps, "tiers": found, "failed": failed}
+
+
+def _runs(options: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:
+    """Name, tier, and whether diffusers streams in it; the resident tier first, to which the others are compared."""
+    yield "resident", "resident", False
+    for tier in options.tiers:
+        if tier != "resident":
+            yield tier, tier, False
+            if options.group_offloading and tier not in ("in_turn",):
+                yield f"{tier}, by diffusers", tier, True
+
+
+@contextmanager
+def _group_offloading() -> Iterator[None]:
+    """Let diffusers stream what slipcast would: with streams, page-locked copies, and one block in a group."""
+    before = streaming.stream_
+
+    def theirs(model: nn.Module, _: Any, device: torch.device, *, whole_blocks: bool) -> None:
+        level = {"offload_type": "block_level", "num_blocks_per_group": 1} if whole_blocks else {}
+        options: dict[str, Any] = {"offload_type": "leaf_level", "use_stream": True, "non_blocking": True, **level}
+        apply_group_offloading(model, device, torch.device("cpu"), **options)
+
+    streaming.stream_ = theirs  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        streaming.stream_ = before
 
 
 def _files(folder: Path, blocks: int | None) -> tuple[Path, dict[str, str]]:

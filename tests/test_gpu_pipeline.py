@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import slipcast
 from slipcast.engine.policy.memory import TIERS, Tier, decide_memory
+from slipcast.engine.policy.streaming import Streamer
 from support.isolation import isolate
 from support.tiny_pipelines import heavy_z_image, plain_pipeline, write_pipeline
 
@@ -79,6 +81,29 @@ def test_every_tier_draws_the_same_bits_and_peaks_fall(
     print({tier: f"{peak / 2**20:.1f} MiB" for tier, peak in peaks.items()})
     assert peaks["resident"] > peaks["streamed"] > peaks["streamed_encoders"] >= peaks["whole_modules"]
     assert peaks["resident"] > peaks["in_turn"]
+
+
+def test_streamed_blocks_are_two_at_a_time_however_far_the_host_is_ahead() -> None:
+    width, count = 2048, 12
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
+    model = torch.nn.Sequential(*blocks).requires_grad_(False)
+    holder = torch.nn.Module()
+    holder.blocks, holder.forward = blocks, model.forward
+    x = torch.randn(8192, width, device="cuda")
+    expected = copy.deepcopy(model).to("cuda")(x)
+    before = released()
+    streamer = Streamer(holder, [f"blocks.{n}" for n in range(count)], torch.device("cuda"))
+    block = streamer._units[0].nbytes
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(10):
+        torch.cuda._sleep(50_000_000)  # the host enqueues all of it before the device begins
+        found = holder(x)
+        assert streamer.held_bytes == 0
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * block + 4 * x.nbytes
+    assert all(parameter.device.type == "cpu" and parameter.is_pinned() for parameter in holder.parameters())
 
 
 def test_codes_cross_the_bus_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,14 +50,19 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.late = nn.ModuleList(Block(width) for _ in range(count))
         self.early = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, width)
+        self.embed, self.head = nn.Linear(width, width), nn.Linear(width, width)
         self.scale = nn.Parameter(torch.randn(width))
         self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
         for block in (*self.early, *self.late):
             x = block(x)
         return self.head(x) * self.scale
+
+    def rest(self) -> int:
+        """Bytes of a buffer for what is in no block."""
+        return room(self.embed) + room(self.head) + 512
 
 
 BLOCKS = Offload(blocks=("late", "early"))
@@ -192,20 +197,26 @@ def test_one_block_computes_while_the_next_one_arrives(monkeypatch: pytest.Monke
     streamer = Streamer(model, blocks_of(model, BLOCKS), CPU, streams)
     paths = blocks_of(model, BLOCKS)
     streams.names.update({id(unit): path for unit, path in zip(streamer._units, paths, strict=True)})
-    for path in paths:
-        model.get_submodule(path).register_forward_hook(lambda *_, path=path: streams.log.append(f"{path} computed"))
+    block, held = room(model.late[0]), []
+    for path in ("embed", *paths):
+
+        def note(*_: Any, path: str = path) -> None:
+            streams.log.append(f"{path} computed")
+            held.append(streams.held())
+
+        model.get_submodule(path).register_forward_hook(note)
     for expect_order in (False, True, True):
         streams.log.clear()
         assert torch.equal(model(x), expected)
         begun = [entry for entry in streams.log if entry != "order"]
         if expect_order:  # known from the first forward
             first, second, *others = ORDER
-            wanted = ["rest", first, second]
+            wanted = ["rest", first, "embed computed", second]
             for path, after in zip(ORDER, [*others, None, None], strict=True):
                 wanted += [f"{path} computed", *([after] if after else [])]
             assert begun == wanted
-    block = room(model.late[0])
-    assert streams.most == 2 * block + room(model.head) + 512
+    assert streams.most == 2 * block + model.rest()
+    assert held[-7:] == [model.rest() + block] * 6 + [model.rest()], "only the next one is there"
     copies = [n for n, entry in enumerate(streams.log) if entry in (*ORDER, "rest")]
     assert all(streams.log[n - 1] == "order" for n in copies), "no copy begins before what has been computed"
 
@@ -215,6 +226,7 @@ def test_a_copy_waits_for_what_still_reads_old_blocks_also_where_one_is_let_go(m
     model = Model()
     streamer = Streamer(model, blocks_of(model, BLOCKS), CPU, streams)
     seen: list[int] = []
+    model.head.register_forward_hook(lambda *_: streams.log.append("head computed"))
     plain = Unit.leave
     monkeypatch.setattr(Unit, "leave", lambda unit: (seen.append(streams.log[-1] == "order"), plain(unit)))
     model(torch.randn(2, 32))
@@ -248,7 +260,7 @@ def test_other_orders_and_left_out_blocks_only_cost_copies(monkeypatch: pytest.M
     for blocks, plain in zip(orders(), expected, strict=True):
         assert torch.equal(model(x, blocks), plain)
         assert streams.held() == 0
-    assert streams.most <= 2 * room(model.late[0]) + room(model.head) + 512
+    assert streams.most <= 2 * room(model.late[0]) + model.rest()
 
 
 def test_a_failing_block_leaves_the_model_usable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +384,7 @@ def test_a_tensor_of_two_blocks_lies_beside_them() -> None:
     expected = model(x)
     streamer = Streamer(model, blocks_of(model, BLOCKS), CPU)
     assert torch.equal(model(x), expected)
-    assert streamer._rest.nbytes == room(model.head) + 512 + model.late[0].layer.weight.nbytes
+    assert streamer._rest.nbytes == model.rest() + model.late[0].layer.weight.nbytes
     assert model.late[1].layer.weight is model.late[0].layer.weight
 
 
@@ -394,6 +406,7 @@ def test_diffusers_knows_where_the_model_computes_and_adapters_take_it_over() ->
 
     _maybe_remove_and_reapply_group_offloading(model)
     assert streamer_of(model) is None
+    assert not any(module._forward_pre_hooks for module in model.modules())
     assert _is_group_offload_enabled(model)
     assert torch.equal(run(model, described.inputs), run(plain, described.inputs))
 

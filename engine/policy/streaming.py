@@ -160,8 +160,9 @@ class Streamer:
         def after(*_: Any) -> None:
             self._exit(number)
 
-        yield module.register_forward_pre_hook(before, prepend=True)
-        yield module.register_forward_hook(after, always_call=True)
+        disable: Any = torch.compiler.disable  # whoever compiles the whole model has it broken here
+        yield module.register_forward_pre_hook(disable(before), prepend=True)
+        yield module.register_forward_hook(disable(after), always_call=True)
 
     @property
     def held_bytes(self) -> int:
@@ -184,7 +185,6 @@ class Streamer:
         self._arrivals, self._rest_arrival, self._running = {}, None, []
         self._depth, self._last = 0, None
 
-    @torch.compiler.disable
     def _enter(self, number: int | None) -> None:
         """A module begins: one of those around the blocks (None), or a block."""
         self._depth += 1
@@ -205,7 +205,6 @@ class Streamer:
         self._last = number
         self._prefetch(self._following.get(number))
 
-    @torch.compiler.disable
     def _exit(self, number: int | None) -> None:
         """A module has ended, or has failed."""
         if not self._depth:
@@ -247,7 +246,7 @@ class Streamer:
         return _moved(inputs, self._device), _moved(named, self._device)
 
 
-class _Placed(ModelHook):  # type: ignore[misc]
+class _Placed(ModelHook):
     """Tells diffusers that a model's blocks are streamed, and where it computes; adapters have it removed and replaced.
 
     Attributes:
