@@ -41,8 +41,9 @@ from slipcast.registry.settings import parse_assignments
 def run_slipcast(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Load with slipcast; imports first."""
     import slipcast
-    import slipcast.engine.loader
+    import slipcast.engine.planned_load
     import slipcast.engine.planner
+    import slipcast.engine.saved_plan
 
     model_class(path)
     device = Device(settings["device"])

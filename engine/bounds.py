@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class BoundedResults(TorchDispatchMode):
         return result
 
 
+@cache
 def _takes_no_memory(func: Any) -> bool:
     """Whether an operation gives what is there already, or what a parameter begins as."""
     returned = func._schema.returns

@@ -8,15 +8,21 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from slipcast.engine.bounds import BoundedResults, refuse_large_numbers
+from slipcast.engine.materialise import is_bare
 from slipcast.registry.errors import ConfigError, FamilyFileError
 
 _LIBRARIES = ("diffusers", "transformers")
 _REGISTRATION = threading.Lock()
+_MOVED = "_slipcast_on_meta"
+_FILLING = frozenset({"uniform_", "normal_", "constant_", "kaiming_uniform_", "kaiming_normal_", "fill_", "zero_"})
+"""Initialisers of ``torch.nn.init``, and methods of a tensor that others come down to. They return their tensor."""
 
 
 def model_class(name: str) -> type[nn.Module]:
@@ -58,8 +64,19 @@ def build_on_meta(name: str, config: Mapping[str, Any]) -> nn.Module:
     Raises:
         ConfigError: the class refuses its arguments, or would count or compute beyond reason by them.
     """
-    with BoundedResults(), torch.device("meta"):
+    with BoundedResults(), torch.device("meta"), _WithoutFilling():
         return _construct(name, config)
+
+
+def build_to_plan(name: str, config: Mapping[str, Any]) -> tuple[nn.Module, bool]:
+    """Build a model as ``build_on_meta`` does, and say whether it is also what ``build_with_buffers`` would build.
+
+    That is so where nothing that the constructor made is left but parameters and what a state dict holds: every tensor
+    that it was given, whatever still refers to it, is watched.
+    """
+    with BoundedResults(), torch.device("meta"), _WithoutFilling() as mode:
+        model = _construct(name, config)
+    return model, is_bare(model, mode.left())
 
 
 def build_with_buffers(name: str, config: Mapping[str, Any]) -> nn.Module:
@@ -68,7 +85,7 @@ def build_with_buffers(name: str, config: Mapping[str, Any]) -> nn.Module:
     Buffers, also non-persistent ones, and tensors that a module keeps in plain attributes (rotary tables) are
     computed in the constructor and found in no file, so they have to be made here.
     """
-    with _parameters_on_meta():
+    with _parameters_on_meta(), _WithoutFilling():
         return _construct(name, config)
 
 
@@ -81,9 +98,11 @@ def _parameters_on_meta() -> Iterator[None]:
     owner = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if threading.get_ident() == owner and parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+        if threading.get_ident() == owner and parameter is not None:
+            with torch._C.DisableTorchFunction():  # what follows is no call of the class's
+                register(module, name, _on_meta(parameter))
+        else:
+            register(module, name, parameter)
 
     with _REGISTRATION:
         register = nn.Module.register_parameter
@@ -92,6 +111,43 @@ def _parameters_on_meta() -> Iterator[None]:
             yield
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter without memory; always the same one, so that what is registered under two names stays tied."""
+    if parameter.is_meta:
+        return parameter
+    found: nn.Parameter | None = getattr(parameter, _MOVED, None)
+    if found is None:
+        found = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        setattr(parameter, _MOVED, found)
+    return found
+
+
+class _WithoutFilling(TorchFunctionMode):
+    """Leaves tensors on the meta device as they are, in this thread, where a class would fill them with first values.
+
+    There is nothing to fill, and torch goes a long way to find that out, once for each parameter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[ReferenceType[torch.Tensor]] = []
+
+    def left(self) -> list[torch.Tensor]:
+        """The tensors on the meta device that calls of torch gave, and that are still there."""
+        return [tensor for made in self._made if (tensor := made()) is not None]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _FILLING:  # by name, as transformers puts its own in the place of torch's
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, torch.Tensor) and each.is_meta:
+                self._made.append(ref(each))
+        return result
 
 
 def unknown_arguments(name: str, config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -136,6 +136,7 @@ def execute(
     plan: Plan,
     header: Header,
     *,
+    take_model: Callable[[], nn.Module | None] = lambda: None,
     progress: Progress | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> tuple[nn.Module, tuple[str, ...]]:
@@ -144,6 +145,7 @@ def execute(
     Args:
         plan: made for this header.
         header: the file's header.
+        take_model: gives the model that the plan was made on, which nobody else may hold; None has it built.
         progress: called after each chunk.
         cancelled: asked after each chunk.
 
@@ -163,7 +165,7 @@ def execute(
         if isinstance(work.reader, WindowReader):
             work.reader.start()
         _prepare_encoding(work, reading.threads)
-        work.model = build_model(plan)  # this and what follows while the first windows are being read
+        work.model = build_model(plan, take_model())  # this and what follows while the first windows are being read
         work.allocate()
         place(plan, work.model, work.tensors, mapped=False)
         for step in _read(work, reading):
@@ -222,7 +224,8 @@ def _read(work: _Work, reading: Reading) -> Iterator[Step]:
             for step in window.steps:
                 yield _do(work, step)
         return
-    with workers(reading.threads) as done:
+    adopted = all(target.mapped or not target.pieces for target in work.plan.targets)  # there is nothing to share out
+    with workers(1 if adopted else reading.threads) as done:
         yield from done(partial(_do, work, step) for step in steps(work.plan.targets, work.bundles, reading.chunk_mib))
 
 

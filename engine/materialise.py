@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from slipcast.registry.errors import AccountingError
 
 _DEPTH = 6
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set, frozenset})
 
 
 def refuse_meta_tensors(model: nn.Module) -> None:
@@ -40,6 +43,21 @@ def tables(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
+def is_bare(model: nn.Module, left: Iterable[torch.Tensor]) -> bool:
+    """Whether a model consists of parameters and of what a state dict holds, and nothing else.
+
+    Args:
+        model: the model.
+        left: tensors that its constructor made, wherever they are.
+    """
+    stored = {id(tensor) for tensor in model.parameters()}
+    for module in model.modules():
+        stored |= {id(module._buffers[name]) for name in module._buffers.keys() - module._non_persistent_buffers_set}
+    return all(id(tensor) in stored for tensor in left) and all(
+        id(tensor) in stored for _, tensor, _ in _tensors(model)
+    )
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Every tensor with its dotted path, and whether a state dict has it."""
     for path, module in model.named_modules():
@@ -49,9 +67,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 for leaf, tensor in value.items():
                     if tensor is not None:
                         yield prefix + leaf, tensor, leaf not in module._non_persistent_buffers_set
-            elif name != "_modules":
+            elif name != "_modules" and not _is_plain(value):
                 for where, tensor in _walk(value, prefix + name, _DEPTH, set()):
                     yield where, tensor, isinstance(tensor, nn.Parameter)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is plain at a glance: a number, text, or an empty container. Nearly all attributes are."""
+    kind = type(value)
+    return kind in _PLAIN or (kind in _CONTAINERS and not value)
 
 
 def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -70,4 +94,5 @@ def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[s
     else:
         return
     for name, child in children:
-        yield from _walk(child, f"{path}.{name}", depth - 1, seen)
+        if not _is_plain(child):
+            yield from _walk(child, f"{path}.{name}", depth - 1, seen)

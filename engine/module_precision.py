@@ -157,7 +157,8 @@ class ModuleChooser:
 
     def _lines(self, path: str, module: nn.Module, choice: WeightChoice | None) -> Iterator[Module]:
         """The module's line of the plan. Tensors that hang on a container, beside modules, get their own."""
-        names = [f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)]
+        own = [name for name, parameter in module._parameters.items() if parameter is not None]
+        names = [f"{path}.{name}" if path else name for name in own]
         kind = type(module).__name__
         if choice is not None and choice.codec is not None:
             yield Module(

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from torch import nn
+
 from slipcast.engine.accounting import Accounts, account
 from slipcast.engine.bounds import refuse_large_tables
 from slipcast.engine.budget import growth_notes, predict_bytes, weigh_verdict
-from slipcast.engine.build import build_on_meta, unknown_arguments
+from slipcast.engine.build import build_to_plan, unknown_arguments
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.compile_decision import decide_compile
 from slipcast.engine.devices import resolve_device
@@ -65,11 +67,33 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         ConfigError: the model class refuses its arguments.
         DeviceError: no such device.
     """
+    return prepare_load(match, settings, others=others).plan
+
+
+class PreparedLoad:
+    """A plan whose load follows at once, and the model that it was made on, where no other has to be built.
+
+    Attributes:
+        plan: the plan.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module | None) -> None:
+        self.plan = plan
+        self._model = model
+
+    def take_model(self) -> nn.Module | None:
+        """Give the model away, once. It is None where the class computes something, which is not real yet."""
+        model, self._model = self._model, None
+        return model
+
+
+def prepare_load(match: Match, settings: Settings, *, others: Sequence[Match] = ()) -> PreparedLoad:
+    """Plan a load that follows at once. Arguments and errors as for ``make_plan``."""
     refuse_formats(match)
     saved = saved_quantisation(match.header)
     device, device_reason = resolve_device(settings.device)
     config, notes = _known_config(match)
-    model = build_on_meta(match.model, config)
+    model, is_bare = build_to_plan(match.model, config)
     weights = sum(tensor.nbytes for bundle in match.bundles.values() for tensor in bundle.tensors)
     refuse_large_tables(model, weights, match.header.path, config)
     tensors = model_tensors(model)
@@ -98,7 +122,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
 
     modules, targets, bytes_ = planned(fp8.engaged)
     fp8 = _as_engaged(fp8, modules)
-    return Plan(
+    plan = Plan(
         origin=_origin(match, config),
         request=_request(settings),
         settings={
@@ -119,6 +143,7 @@ def make_plan(match: Match, settings: Settings, *, others: Sequence[Match] = ())
         verdict=weigh_verdict(bytes_, device, settings, fp8, match.family, lambda: planned("storage")[2]),
         notes=(*notes, *growth_notes(targets, match, fp8), *match.guesses, *match.everything.problems),
     )
+    return PreparedLoad(plan, model if is_bare else None)
 
 
 def _as_engaged(fp8: Decision, modules: ModuleChoices) -> Decision:

@@ -106,8 +106,7 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """A contiguous view as a tensor whose storage is no larger: copying or saving a tensor takes all of it along."""
     first = view.storage_offset() * view.element_size()
     storage = view.untyped_storage()[first : first + view.nbytes]
-    raw = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (view.nbytes,), (1,))
-    return raw.view(view.dtype).view(view.shape)
+    return torch.empty(0, dtype=view.dtype).set_(storage, 0, view.shape, view.stride())
 
 
 class MappedReader:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipcast.registry.catalogue import load_catalogue
-from slipcast.registry.inspection import Identified, Inspection, identify_path, inspect_path
+from slipcast.registry.inspection import Inspection, identify_path, inspect_path
 from slipcast.registry.settings import Settings, checkpoint_path, resolve_settings
 
 if TYPE_CHECKING:
@@ -56,7 +56,10 @@ def plan(path: str | Path, **settings: Any) -> Plan:
         SlipcastError: the checkpoint does not add up, or is in a format that can't be loaded.
     """
     resolved = resolve(path, settings)
-    return _plan(identify_path(path, resolved), resolved)
+    identified = identify_path(path, resolved)
+    from slipcast.engine.planner import make_plan  # imports torch, which what is refused should not wait for
+
+    return make_plan(identified.main, resolved, others=identified.beside)
 
 
 def load(
@@ -104,12 +107,14 @@ def _load(
 ) -> Loaded:
     identified = identify_path(path, resolved)
     from slipcast.engine.planned_load import load_planned  # imports torch, which what is refused should not wait for
+    from slipcast.engine.planner import prepare_load
     from slipcast.engine.saved_plan import check_saved_plan
 
-    made = _plan(identified, resolved)
+    prepared = prepare_load(identified.main, resolved, others=identified.beside)
     if plan is not None:
-        check_saved_plan(plan, made)
-    return load_planned(made, identified.main.header, progress=progress, cancelled=cancelled)
+        check_saved_plan(plan, prepared.plan)
+    header = identified.main.header
+    return load_planned(prepared.plan, header, take_model=prepared.take_model, progress=progress, cancelled=cancelled)
 
 
 def pipeline(
@@ -281,9 +286,3 @@ def _settings_of_plan(plan: Plan, settings: Settings, given: Iterable[str]) -> S
 
     refuse_unknown_family(plan, load_catalogue(settings.families))
     return settings_of(plan, settings, given)
-
-
-def _plan(identified: Identified, settings: Settings) -> Plan:
-    from slipcast.engine.planner import make_plan
-
-    return make_plan(identified.main, settings, others=identified.beside)
