@@ -12,8 +12,7 @@ import argparse
 import copy
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ import slipcast
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.compiled_blocks import CompiledBlocks, compile_blocks_
 from slipcast.engine.fp8_compute import enable_compute_
-from slipcast.engine.kernels import operators
 from slipcast.engine.layers import quantise_module_
 from slipcast.engine.quantised_model import mark_quantised_
 
@@ -48,12 +46,10 @@ class Contender:
     Attributes:
         weights: ``bf16``, ``layerwise``, ``storage`` or ``compute``.
         compiled: whether the blocks are.
-        kernels: whether compiled code quantises by the fused kernel, or by what the compiler makes.
     """
 
     weights: str
     compiled: bool = False
-    kernels: bool = False
 
 
 CONTENDERS = {
@@ -64,7 +60,6 @@ CONTENDERS = {
     "bf16, compiled": Contender("bf16", compiled=True),
     "fp8 storage, compiled": Contender("storage", compiled=True),
     "fp8 compute, compiled": Contender("compute", compiled=True),
-    "fp8 compute, compiled, kernels": Contender("compute", compiled=True, kernels=True),
 }
 
 
@@ -91,13 +86,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if contender.compiled:
                 model = _with_same_tensors(model)
                 compiled = compile_blocks_(model, blocks, "blocks")
-            found[name], outputs[name] = _first_forwards(contender, model, inputs)
+            found[name], outputs[name] = _first_forwards(model, inputs)
             _refuse_eager(compiled)
         except Exception as failure:
             failed[name] = f"{type(failure).__name__}: {failure}"
             print(f"{name} failed: {failed[name][:500]}", file=sys.stderr)
             continue
-        forwards[name] = partial(_forward, contender, model, inputs[_SIZES[0]])
+        forwards[name] = partial(_forward, model, inputs[_SIZES[0]])
         print(f"{name}: first forward after {found[name]['first_forward_seconds']:.1f} s", file=sys.stderr)
     for name, rounds in alternating_ms(forwards, options.rounds, options.forwards).items():
         found[name]["ms"] = rounds
@@ -108,24 +103,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"sizes": _SIZES, "text_tokens": _TOKENS, "contenders": found, "failed": failed}
 
 
-def _first_forwards(
-    contender: Contender, model: nn.Module, inputs: dict[tuple[int, int], dict[str, Any]]
-) -> tuple[dict[str, Any], Tensor]:
+def _first_forwards(model: nn.Module, inputs: dict[tuple[int, int], dict[str, Any]]) -> tuple[dict[str, Any], Tensor]:
     """Seconds of the first forward, the graphs that it and others compile, peak memory of one, and its output."""
     first, *others = inputs.values()
     began, graphs = perf_counter(), _graphs()
-    _forward(contender, model, first)
+    _forward(model, first)
     torch.cuda.synchronize()
     seconds, after_first = perf_counter() - began, _graphs()
     for each in others[:1]:
-        _forward(contender, model, each)
+        _forward(model, each)
     after_second = _graphs()
     for each in (*others[1:], first):
-        _forward(contender, model, each)
+        _forward(model, each)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before, began = torch.cuda.memory_allocated(), perf_counter()
-    output = _forward(contender, model, first)
+    output = _forward(model, first)
     host_seconds = perf_counter() - began
     torch.cuda.synchronize()
     found = {
@@ -151,19 +144,10 @@ def _graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def _forward(contender: Contender, model: Any, inputs: dict[str, Any]) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad(), _kernels_in_compiled_code(contender.kernels):
+def _forward(model: Any, inputs: dict[str, Any]) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
         output: Tensor = model(**inputs, return_dict=False)[0][0]
     return output
-
-
-@contextmanager
-def _kernels_in_compiled_code(chosen: bool) -> Iterator[None]:
-    before, operators.kernels_in_compiled_code = operators.kernels_in_compiled_code, chosen
-    try:
-        yield
-    finally:
-        operators.kernels_in_compiled_code = before
 
 
 def _inputs(config: Any, size: tuple[int, int]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import MethodType
@@ -25,10 +25,6 @@ State = Literal["waiting", "compiled", "eager"]
 
 logger = logging.getLogger("slipcast")
 
-_OPTIONS: Mapping[Mode, dict[str, Any]] = {
-    "blocks": {"dynamic": True},
-    "max": {"dynamic": False, "mode": "max-autotune-no-cudagraphs"},
-}
 _LIMITS: dict[str, Any] = {"recompile_limit": 64, "accumulated_recompile_limit": 4096}
 """Torch's own, 8 and 256, hold for all models of a process together, and blocks differ in the layers that they hold."""
 
@@ -87,7 +83,7 @@ def compile_blocks_(
         found.setdefault(type(block), []).append(block)
     classes = []
     for kind, members in found.items():
-        compiled = torch.compile(kind.forward, fullgraph=True, backend=backend, **_OPTIONS[mode])
+        compiled = torch.compile(kind.forward, fullgraph=True, backend=backend, **_options(mode, backend))
         group = _BlockClass(kind, len(members), compiled)
         hooked = sum(_is_hooked(block) for block in members)
         if hooked:
@@ -97,6 +93,15 @@ def compile_blocks_(
                 block.forward = _CompiledForward(block, group)
         classes.append(group)
     return CompiledBlocks(classes)
+
+
+def _options(mode: Mode, backend: str | Callable[..., Any]) -> dict[str, Any]:
+    if backend != "inductor":
+        return {"dynamic": mode == "blocks"}
+    from slipcast.engine.computed_once import ComputedOnce  # it imports the compiler
+
+    options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if mode == "max" else {}
+    return {"dynamic": mode == "blocks", "options": {**options, "post_grad_custom_pre_pass": ComputedOnce()}}
 
 
 def compile_planned_(model: nn.Module, plan: Plan) -> CompiledBlocks | None:

@@ -21,6 +21,7 @@ from slipcast.engine.computed_rows import undone
 from slipcast.engine.fetching import Fetcher, WindowReader
 from slipcast.engine.file_codec import part_tensors
 from slipcast.engine.file_weight import FileWeight
+from slipcast.engine.kernels.operators import without_kernels
 from slipcast.engine.placing import build_model, finished, place
 from slipcast.engine.plan import Piece, Plan, Target
 from slipcast.engine.prefetch import PrefetchFetcher
@@ -231,7 +232,7 @@ def _read(work: _Work, reading: Reading) -> Iterator[Step]:
 
 def _do(work: _Work, step: Step) -> Step:
     """Do one step, in whatever thread."""
-    with torch.no_grad():
+    with torch.no_grad(), without_kernels():
         if step.action == "fill":
             _fill(work, step)
         elif step.action == "keep":
@@ -269,7 +270,7 @@ def _encode(work: _Work, target: Target, values: torch.Tensor, rows: slice) -> N
     with _named(target):
         if codec.streams:
             out = {name: work.stored(target, index)[rows] for index, name in enumerate(_parts(target))}
-            scratch = work.scratch(0 if codec.fuses(work.device) else values.numel())
+            scratch = work.scratch(0 if codec.defers(work.device) else values.numel())
             codec.encode_rows_into(values, out, scratch)
         else:
             for index, part in enumerate(codec.encode(values.contiguous()).values()):
@@ -278,7 +279,7 @@ def _encode(work: _Work, target: Target, values: torch.Tensor, rows: slice) -> N
 
 def _refuse_not_finite(work: _Work) -> None:
     """Look at what was encoded without being looked at, all at once, so that the device is waited for a single time."""
-    encoded = [target for target in work.plan.targets if target.how == "encode" and _codec(target).fuses(work.device)]
+    encoded = [target for target in work.plan.targets if target.how == "encode" and _codec(target).defers(work.device)]
     parts = [{name: work.stored(target, index) for index, name in enumerate(_parts(target))} for target in encoded]
     if not parts or bool(torch.cat([each[SCALE].flatten() for each in parts]).isfinite().all()):
         return

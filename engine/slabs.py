@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from slipcast.engine.page_locked import PageLocked
 from slipcast.engine.reader import OpenFiles
 from slipcast.engine.windows import Window, aligned
 from slipcast.registry.header import Header
@@ -44,16 +45,17 @@ class SlabFetcher:
         self._bundles = bundles
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free = [_Slab(size, device) for _ in range(count)]
-        self._new = tuple(self._free)
+        self._all = tuple(_Slab(size, device) for _ in range(count))
+        self._free, self._placed = list(self._all), False
         begin = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
         self._pool = ThreadPoolExecutor(threads, "slipcast-slab", *begin)
 
     def start(self, window: Window) -> FetchedSlab:
         """See ``Fetcher``."""
-        for slab in self._new:  # all before any thread page-locks its own, for which the driver makes others wait
-            slab.take_place()
-        self._new = ()
+        if not self._placed:  # before any thread page-locks its own memory, for which the driver makes others wait
+            self._placed = True
+            for each in self._all:
+                each.take_place()
         slab = self._free.pop(0)
         return FetchedSlab(window, slab, self._pool.submit(self._fill, window, slab), self._free)
 
@@ -62,6 +64,8 @@ class SlabFetcher:
         self._pool.shutdown(cancel_futures=True)
         if self._stream is not None:
             self._stream.synchronize()
+        for slab in self._all:
+            slab.release_host()
         self._free.clear()
         self._files.close()
 
@@ -102,6 +106,7 @@ class _Slab:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._size, self._device = size, device
+        self._locked: PageLocked | None = None
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._taken: torch.cuda.Event | None = None
@@ -114,11 +119,20 @@ class _Slab:
 
     def ready_host(self) -> torch.Tensor:
         """The host's side, once the last copy out of it is done. Page-locking takes long: each thread does its own."""
-        if self._host is None:
-            self._host = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        if self._host is None and self._device.type == "cuda":
+            self._locked = PageLocked(self._size)
+            self._host = self._locked.tensor
+        elif self._host is None:
+            self._host = torch.empty(self._size, dtype=torch.uint8)
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
+
+    def release_host(self) -> None:
+        """Let go of the host's side; no copy may be under way."""
+        self._host = None
+        if self._locked is not None:
+            self._locked.release()
 
     def send(self, nbytes: int, stream: torch.cuda.Stream | None) -> None:
         """Begin to copy the first bytes to the device, after all that still reads what lies there."""

@@ -123,7 +123,10 @@ def test_max_compiles_for_each_size_with_measured_kernels(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", spying)
     fast = model()
     compile_blocks_(fast, ["Block"], "max")
-    assert asked == [{"fullgraph": True, "backend": "inductor", "dynamic": False, "mode": "max-autotune-no-cudagraphs"}]
+    (options,) = (each.pop("options") for each in asked)
+    assert asked == [{"fullgraph": True, "backend": "inductor", "dynamic": False}]
+    assert isinstance(options.pop("post_grad_custom_pre_pass"), ComputedOnce)
+    assert options == torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
     for size in [(4, 4), (4, 6), (4, 4)]:
         fast(picture(*size))
     assert counter.frame_count == 2

@@ -207,6 +207,23 @@ def test_rows_encoded_in_chunks_are_the_whole(codec: Float8, dtype: torch.dtype,
         assert bytes_of(part).tolist() == bytes_of(whole[key]).tolist()
 
 
+@pytest.mark.parametrize("codec", [codec for codec in ALL if codec.streams and codec.encodes], ids=name)
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
+def test_encoding_without_a_look_gives_the_same_bits(
+    codec: Float8, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = normal(96, 128, sigma=0.0015).to(dtype)
+    weight[3], weight[4], weight[5, 7] = 0, 1e-30, 60_000
+    looked = codec.encode(weight)
+    monkeypatch.setattr(Float8, "defers", lambda self, _device: self.granularity != "none")
+    for key, part in codec.encode(weight).items():
+        assert bytes_of(part).tolist() == bytes_of(looked[key]).tolist()
+    weight[90, 100] = float("nan")
+    if codec.granularity != "none":
+        with pytest.raises(QuantisationError, match=r"not finite, under 1 of \d+ scales"):
+            codec.encode(weight)
+
+
 def test_a_weight_larger_than_one_chunk_is_encoded_whole() -> None:
     weight = normal(5, 600_000).bfloat16()
     for codec in (ROW, Float8("tensor")):

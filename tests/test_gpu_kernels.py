@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slipcast.engine import quantised_input
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.float8 import Float8
 from slipcast.engine.codecs.int8 import Int8
@@ -188,12 +189,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("in_compiled_code", [False, True], ids=["plain", "kernels"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_one_graph_serves_all_numbers_of_rows(
-    kind: str, in_compiled_code: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operators, "kernels_in_compiled_code", in_compiled_code)
+def test_one_graph_serves_all_numbers_of_rows(kind: str) -> None:
     layer = LAYERS[kind]()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -218,3 +215,34 @@ def test_a_forward_needs_room_for_one_dequantised_weight() -> None:
         before = torch.cuda.memory_allocated()
         layers(given)
         assert torch.cuda.max_memory_allocated() - before < 1.2 * 2048 * 2048 * 2
+
+
+class Same(nn.Module):
+    """Layers that are given the same tensor, one that is given another, and the same one written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer_of(Float8("row"), compute=True) for _ in range(3))
+
+    def forward(self, given: Tensor) -> list[Tensor]:
+        first, second, third = self.layers
+        results = [first(given), second(given), third(given * 2)]
+        given.mul_(3)
+        return [*results, first(given), third(given)]
+
+
+def test_layers_that_are_given_the_same_tensor_quantise_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Tensor] = []
+    quantise = operators.quantise_rows
+    monkeypatch.setattr(
+        quantised_input, "quantise_rows", lambda rows, *given: asked.append(rows) or quantise(rows, *given)
+    )
+    model, given = Same(), random(64, 256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        results = model(given.clone())
+        assert len(asked) == 3
+        with torch.inference_mode():
+            plainly = model(given.clone())
+        assert len(asked) == 8
+    assert all(torch.equal(*pair) for pair in zip(results, plainly, strict=True))
+    assert not quantised_input._last.slot, "codes die with their tensor"

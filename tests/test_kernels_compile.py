@@ -37,9 +37,8 @@ def quantising(target: Any) -> Iterator[tuple[Any, dict[str, str], dict[str, Any
         for dtype in FLOATS:
             signature = {"rows": f"*{dtype}", "codes": "*u8", "scales": "*fp32", "columns": "i32", "row_step": "i32"}
             signature |= {"factor": "fp32", "smallest": "fp32"}
-            for static, divide in ((False, False), (True, False), (False, True)):
-                constants = {"static": static, "divide": divide, "native": writes_float8(target), **sizes}
-                yield kernel, signature, constants
+            for static in (False, True):
+                yield kernel, signature, {"static": static, "native": writes_float8(target), **sizes}
 
 
 def dequantising(target: Any) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]]]:

@@ -17,6 +17,7 @@ from torch import nn
 
 import slipcast
 from slipcast.engine import chunks
+from slipcast.engine.codecs.float8 import Float8
 from slipcast.registry.errors import Cancelled, HeaderError, QuantisationError
 from slipcast.registry.header import Header
 from support.fp8_checkpoints import KEPT, decoded
@@ -267,9 +268,12 @@ def test_one_line_says_what_was_loaded(files: dict[tuple[str, str], Path], caplo
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("deferred", [False, True])
 def test_values_that_no_scale_fits_are_refused_by_name(
-    tmp_path: Path, tensors: Tensors, value: float, threads: int
+    tmp_path: Path, tensors: Tensors, value: float, threads: int, deferred: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if deferred:  # as on a GPU
+        monkeypatch.setattr(Float8, "defers", lambda *_: True)
     native = {name: tensor.clone() for name, tensor in natively(tensors).items()}
     native["layers.1.attention.qkv.weight"][70, 3] = value
     save_file(native, tmp_path / "m.safetensors")

@@ -67,8 +67,8 @@ class Codec(ABC):
         """Whether a weight can be encoded a few rows at a time (``encode_rows_into``)."""
         return False
 
-    def fuses(self, device: torch.device) -> bool:  # noqa: ARG002 - most do nowhere
-        """Whether one kernel encodes rows on a device, which takes no scratch and which nothing waits for.
+    def defers(self, device: torch.device) -> bool:  # noqa: ARG002 - most do nowhere
+        """Whether rows are encoded on a device without scratch, and without waiting for a look at their values.
 
         Then ``encode_rows_into`` raises nothing, and ``refuse_not_finite`` has to be asked in the end.
         """
@@ -120,15 +120,15 @@ class Codec(ABC):
             rows: float ``[n, ...]``, contiguous.
             out: the parts' own rows, ``part[first:last]`` each; written.
             scratch: float32, one-dimensional, at least ``rows.numel()`` elements, on the same device; overwritten.
-                Where the codec ``fuses`` none is needed.
+                Where the codec ``defers`` none is needed.
 
         Raises:
-            QuantisationError: values that are not finite, but where the codec ``fuses``.
+            QuantisationError: values that are not finite, but where the codec ``defers``.
         """
         raise NotImplementedError(self.name)
 
     def refuse_not_finite(self, parts: Parts) -> None:
-        """Look at the parts that a codec which ``fuses`` has encoded.
+        """Look at the parts that a codec which ``defers`` has encoded.
 
         Raises:
             QuantisationError: values that were not finite.

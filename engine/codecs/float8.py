@@ -15,9 +15,9 @@ from torch import Tensor
 
 from slipcast.engine.codecs import native
 from slipcast.engine.codecs.base import CODES, SCALE, Part, Parts, Shape
-from slipcast.engine.codecs.chunks import prefix, refuse_not_finite, row_amax
+from slipcast.engine.codecs.chunks import prefix, refuse_not_finite, row_amax, scale_for
 from slipcast.engine.codecs.scaled import Granularity, ScaledCodec
-from slipcast.engine.kernels.operators import dequantise, encode_rows, encodes_rows
+from slipcast.engine.kernels.operators import dequantise
 from slipcast.registry.errors import QuantisationError
 
 _NAME = re.compile(
@@ -107,9 +107,9 @@ class Float8(ScaledCodec):
     def _under_scales(self, rows: Tensor) -> Tensor:
         return rows.reshape(-1, self.block) if self.granularity == "block" else rows
 
-    def fuses(self, device: torch.device) -> bool:
-        """Where there is a kernel, and scales of rows or blocks, which show what is not finite."""
-        return self.streams and self.granularity != "none" and encodes_rows(device)
+    def defers(self, device: torch.device) -> bool:
+        """On GPUs, where scales of rows or blocks show in the end what is not finite."""
+        return self.streams and self.granularity != "none" and device.type == "cuda"
 
     def refuse_not_finite(self, parts: Parts) -> None:
         """Of values that are not finite the scales are not either."""
@@ -119,8 +119,8 @@ class Float8(ScaledCodec):
         """Encode rows whose scales depend on nothing but themselves; without scales, values beyond 448 become 448."""
         if self.granularity != "none":
             by_row = self._under_scales(rows.flatten(1)), self._under_scales(out[CODES].flatten(1)), out[SCALE].view(-1)
-            if self.fuses(rows.device):
-                encode_rows(*by_row)
+            if self.defers(rows.device):
+                _encode_unseen(*by_row)
             elif not native.encode_rows(*by_row):
                 super().encode_rows_into(rows, out, scratch)
             return
@@ -136,3 +136,14 @@ class Float8(ScaledCodec):
         than a rounding error, and all up to 464 round to 448.
         """
         codes.copy_(quotients)
+
+
+def _encode_unseen(rows: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Encode rows (``[n, K]``) with the bits of the other ways, in one pass that casts as it writes.
+
+    A scale is not finite where a value of its row is not.
+    """
+    rows = rows if rows.dtype.itemsize <= torch.float32.itemsize else rows.to(torch.float32)
+    amax = torch.linalg.vector_norm(rows, float("inf"), dim=1, dtype=torch.float32)
+    scale.copy_(scale_for(amax, torch.finfo(codes.dtype).max))
+    torch.div(rows, scale[:, None], out=codes)

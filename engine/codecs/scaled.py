@@ -118,7 +118,7 @@ class ScaledCodec(Codec):
         else:
             for rows in row_chunks(weight):
                 self.encode_rows_into(weight[rows], {name: part[rows] for name, part in out.items()}, scratch)
-            if self.fuses(weight.device):
+            if self.defers(weight.device):
                 self.refuse_not_finite(out)
         return out
 

@@ -8,7 +8,9 @@ times as much in every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,9 +19,21 @@ from torch import Tensor
 from slipcast.engine.kernels import plain, plain_nvfp4
 from slipcast.engine.kernels.targets import reads_float8, runs_kernels
 
-kernels_in_compiled_code = False
-"""Whether compiled code quantises by the kernel too. A compiler can join the plain version with what stands before it;
-before a weight that is dequantised nothing stands."""
+_plainly: ContextVar[bool] = ContextVar("plainly", default=False)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Leave everything to plain torch, but for what is compiled: Triton takes half a second to import and to begin.
+
+    A forward makes up for that; a load, which decodes each weight once, does not.
+    """
+    before = _plainly.set(True)
+    try:
+        yield
+    finally:
+        _plainly.reset(before)
+
 
 _VALUES = (torch.float16, torch.bfloat16, torch.float32)
 _CODES = (plain.FLOAT8, torch.int8)
@@ -43,29 +57,6 @@ def quantise_rows(rows: Tensor, input_scale: Tensor | None = None) -> tuple[Tens
         return quantise_under(rows, input_scale), input_scale
     codes, scale = torch.ops.slipcast.quantise_rows.default(rows) if fused else plain.quantise_rows(rows)
     return codes, scale
-
-
-def encodes_rows(device: torch.device) -> bool:
-    """Whether ``encode_rows`` runs on a device."""
-    return runs_kernels(device)
-
-
-def encode_rows(rows: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Write the codes and scales of a weight's rows by a fused kernel: the bits of ``codecs.float8``, without scratch.
-
-    Nothing is waited for, so nothing is raised: rows with values that are not finite get scales that are not either.
-
-    Args:
-        rows: float16, bfloat16 or float32 ``[M, K]``, on a device of which ``encodes_rows`` is true.
-        codes: float8_e4m3fn ``[M, K]``, contiguous; written.
-        scale: float32 ``[M]``, contiguous; written.
-    """
-    if rows.numel() == 0:
-        scale.fill_(1.0)
-        return
-    from slipcast.engine.kernels.quantise_kernel import launch_encode
-
-    launch_encode(rows, codes.view(torch.uint8), scale, plain.SMALLEST_SCALE)
 
 
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,8 +110,9 @@ def _fused(tensor: Tensor, joins: bool = False) -> bool:
     """
     if not runs_kernels(tensor.device):
         return False
-    left_to_compiler = joins and torch.compiler.is_compiling() and reads_float8(tensor.device)
-    return kernels_in_compiled_code or not left_to_compiler
+    if torch.compiler.is_compiling():
+        return not (joins and reads_float8(tensor.device))
+    return not _plainly.get()
 
 
 def _quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The Triton kernels that quantise activations and weights row by row, and how they are launched."""
+"""The Triton kernels that quantise activations row by row, and how they are launched."""
 
 from __future__ import annotations
 
@@ -19,16 +19,10 @@ _PER_THREAD = 16
 
 
 @triton.jit
-def _scale_of(magnitude, factor, smallest, divide: tl.constexpr):
-    """``magnitude * factor``, at least ``smallest``; NaN stays NaN. With ``divide`` see ``codecs.chunks.scale_for``."""
-    if divide:
-        scale = tl.div_rn(magnitude, 448.0)
-        scale = tl.where(scale < smallest, smallest, scale)
-        scale = tl.where(magnitude == 0.0, 1.0, scale)
-    else:
-        scale = magnitude * factor
-        scale = tl.where(scale < smallest, smallest, scale)
-    return scale
+def _scale_of(magnitude, factor, smallest):
+    """``magnitude * factor``, at least ``smallest``; NaN stays NaN."""
+    scale = magnitude * factor
+    return tl.where(scale < smallest, smallest, scale)
 
 
 @triton.jit
@@ -38,9 +32,9 @@ def _magnitude_bits(values):
 
 
 @triton.jit
-def _codes(values, scale, static: tl.constexpr, divide: tl.constexpr, native: tl.constexpr):
+def _codes(values, scale, static: tl.constexpr, native: tl.constexpr):
     """Codes of the values, multiplied with the scale's reciprocal: one division for a row instead of one for each."""
-    products = tl.div_rn(values, scale) if divide else values * tl.div_rn(1.0, scale)
+    products = values * tl.div_rn(1.0, scale)
     if static:
         products = tl.where(products > 448.0, 448.0, tl.where(products < -448.0, -448.0, products))
     return encode(products, native)
@@ -56,7 +50,6 @@ def quantise_whole_rows(
     factor,
     smallest,
     static: tl.constexpr,
-    divide: tl.constexpr,
     native: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -71,7 +64,6 @@ def quantise_whole_rows(
         factor: 1 / 448.
         smallest: the least scale.
         static: whether the scale is given.
-        divide: whether scales and codes are quotients, as a weight's, whose bits a processor gives too.
         native: see ``float8_bits``.
         block: a power of two.
     """
@@ -82,9 +74,9 @@ def quantise_whole_rows(
     if static:
         scale = tl.load(scales)
     else:
-        scale = _scale_of(tl.max(_magnitude_bits(values), 0).to(tl.float32, bitcast=True), factor, smallest, divide)
+        scale = _scale_of(tl.max(_magnitude_bits(values), 0).to(tl.float32, bitcast=True), factor, smallest)
         tl.store(scales + row, scale)
-    tl.store(codes + row * columns + column, _codes(values, scale, static, divide, native), mask=inside)
+    tl.store(codes + row * columns + column, _codes(values, scale, static, native), mask=inside)
 
 
 @triton.jit
@@ -97,7 +89,6 @@ def quantise_long_rows(
     factor,
     smallest,
     static: tl.constexpr,
-    divide: tl.constexpr,
     native: tl.constexpr,
     block: tl.constexpr,
     parts: tl.constexpr,
@@ -115,19 +106,19 @@ def quantise_long_rows(
             column = part * block + tl.arange(0, block)
             values = tl.load(rows + row * row_step + column, mask=column < columns, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, _magnitude_bits(values))
-        scale = _scale_of(tl.max(largest, 0).to(tl.float32, bitcast=True), factor, smallest, divide)
+        scale = _scale_of(tl.max(largest, 0).to(tl.float32, bitcast=True), factor, smallest)
         tl.store(scales + row, scale)
     for part in range(parts):
         column = part * block + tl.arange(0, block)
         inside = column < columns
         values = tl.load(rows + row * row_step + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(codes + row * columns + column, _codes(values, scale, static, divide, native), mask=inside)
+        tl.store(codes + row * columns + column, _codes(values, scale, static, native), mask=inside)
 
 
 def launch_quantise(
     rows: Tensor, input_scale: Tensor | None, factor: float, smallest: float, warps: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise activations on their device; see ``operators.quantise_rows``.
+    """Quantise rows on their device; see ``operators.quantise_rows``.
 
     Args:
         rows: float16, bfloat16 or float32 ``[M, K]``.
@@ -139,42 +130,14 @@ def launch_quantise(
     Returns:
         uint8 ``[M, K]``, and the scale, float32 ``[]`` or ``[M, 1]``.
     """
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
     count, columns = rows.shape
     codes = torch.empty((count, columns), dtype=torch.uint8, device=rows.device)
     static = input_scale is not None
     scale = torch.empty((count, 1), dtype=torch.float32, device=rows.device) if input_scale is None else input_scale
     if count == 0 or columns == 0:
         return codes, scale if static else scale.fill_(smallest)
-    _launch(rows, codes, scale, factor, smallest, static=static, divide=False, warps=warps)
-    return codes, scale
-
-
-def launch_encode(rows: Tensor, codes: Tensor, scale: Tensor, smallest: float) -> None:
-    """Quantise rows of a weight on their device; see ``operators.encode_rows``.
-
-    Args:
-        rows: float16, bfloat16 or float32 ``[M, K]``, neither of them 0.
-        codes: uint8 ``[M, K]``, contiguous; written.
-        scale: float32 ``[M]``, contiguous; written.
-        smallest: the least scale of a row.
-    """
-    _launch(rows, codes, scale, 0.0, smallest, static=False, divide=True)
-
-
-def _launch(
-    rows: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    factor: float,
-    smallest: float,
-    *,
-    static: bool,
-    divide: bool,
-    warps: int | None = None,
-) -> None:
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    count, columns = rows.shape
     whole = columns <= WHOLE_ROW
     block = triton.next_power_of_2(columns) if whole else _PART
     kernel = quantise_whole_rows if whole else quantise_long_rows
@@ -187,9 +150,9 @@ def _launch(
         factor,
         smallest,
         static=static,
-        divide=divide,
         native=writes_float8(rows.device),
         block=block,
         num_warps=warps or min(16, max(1, block // (32 * _PER_THREAD))),
         **({} if whole else {"parts": triton.cdiv(columns, block)}),
     )
+    return codes, scale
