@@ -23,6 +23,7 @@ from slipcast.engine.codecs.int8 import Int8
 from slipcast.engine.codecs.mxfp8 import MXFP8
 from slipcast.engine.codecs.nvfp4 import NVFP4
 from slipcast.engine.compiled_blocks import CompiledBlocks, compile_blocks_
+from slipcast.engine.computed_once import ComputedOnce
 from slipcast.engine.fp8_compute import enable_compute_
 from slipcast.engine.layers import quantise_module_
 from support.number_formats import relative_l2
