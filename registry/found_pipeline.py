@@ -15,7 +15,7 @@ from slipcast.registry.errors import CompanionError, HeaderError, Identification
 from slipcast.registry.family import Family
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.identify import Match
-from slipcast.registry.inspection import identify_path
+from slipcast.registry.inspection import Identified, identify_path
 from slipcast.registry.pipeline_index import PipelineIndex, read_index
 from slipcast.registry.runtime import Sampling
 from slipcast.registry.settings import Settings
@@ -72,30 +72,15 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
     path = Path(path)
     identified = identify_path(path, settings)
     main = identified.main
-    if main.family.kind != "denoiser":
-        raise IdentificationError(
-            f"a {main.family.kind.replace('_', ' ')}, {main.family.title}, and no denoiser",
-            expected="a denoiser, from which a pipeline begins",
-            hint="name the denoiser's file, and this one by the setting companions",
-            path=path,
-        )
+    _refuse_other_kind(path, main)
     index = _index_around(path)
     around = None if settings.companions.folder is None else read_index(Path(settings.companions.folder))
     family, variant, sampling = _description(main, index, around, load_catalogue(settings.families))
     pipeline = _pipeline_class(family, sampling, index, path)
     needed = dict(family.companions)
     needed |= family.variants[variant].companions if variant is not None else {}
-    inside = index is not None and index.folder == path
     needed |= {match.component: match.family.id for match in identified.matches if _is_second(match, main)}
-    denoiser = Companion(
-        role=main.component if inside else sampling.denoiser,
-        kind="model",
-        class_name=main.model,
-        found="in the pipeline's folder" if inside else "the path itself",
-        path=path / main.component if inside else path,
-        match=main,
-        beside=identified.beside,
-    )
+    denoiser = _denoiser(path, identified, sampling, inside=index is not None and index.folder == path)
     search = CompanionSearch(path, identified, index, sampling, settings)
     parts, absent = search.find_all(needed)
     refuse_other_widths(main, parts, sampling)
@@ -110,6 +95,30 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
         arguments=FrozenMapping(_arguments(sampling, index, around)),
         parts=(denoiser, *parts),
         absent=FrozenMapping({**absent, **passed_over}),
+    )
+
+
+def _refuse_other_kind(path: Path, main: Match) -> None:
+    if main.family.kind != "denoiser":
+        raise IdentificationError(
+            f"a {main.family.kind.replace('_', ' ')}, {main.family.title}, and no denoiser",
+            expected="a denoiser, from which a pipeline begins",
+            hint="name the denoiser's file, and this one by the setting companions",
+            path=path,
+        )
+
+
+def _denoiser(path: Path, identified: Identified, sampling: Sampling, *, inside: bool) -> Companion:
+    """The denoiser that a path is, or that lies inside the pipeline's folder that it is."""
+    main = identified.main
+    return Companion(
+        role=main.component if inside else sampling.denoiser,
+        kind="model",
+        class_name=main.model,
+        found="in the pipeline's folder" if inside else "the path itself",
+        path=path / main.component if inside else path,
+        match=main,
+        beside=identified.beside,
     )
 
 
