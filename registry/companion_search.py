@@ -11,6 +11,7 @@ from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.companion_places import beside, named_folder, weights_in
 from slipcast.registry.companions import Companion, is_class, kind_of_role
 from slipcast.registry.errors import CompanionError, IdentificationError, SlipcastError
+from slipcast.registry.experts import expert_of, is_twin
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.identify import Match, are_apart
 from slipcast.registry.inspection import Identified, identify_path
@@ -132,6 +133,10 @@ class CompanionSearch:
                 for match in identified.matches
                 if _fits(match, needed)
             ]
+            if role in self.sampling.experts:
+                fitting = [each for each in fitting if expert_of(each[0], self.sampling) == role]
+                twins = [each for each in fitting if is_twin(each[0], self.path, self.sampling)]
+                fitting = twins or fitting
             if len(fitting) > 1:
                 raise CompanionError(
                     f"{len(fitting)} files that could be the {role}, {self._title(needed)}",

@@ -12,6 +12,7 @@ from slipcast.registry.companion_search import CompanionSearch
 from slipcast.registry.companion_widths import refuse_other_widths
 from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError, HeaderError, IdentificationError
+from slipcast.registry.experts import refuse_other_experts
 from slipcast.registry.family import Family
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.identify import Match
@@ -81,9 +82,13 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
     needed |= family.variants[variant].companions if variant is not None else {}
     needed |= {match.component: match.family.id for match in identified.matches if _is_second(match, main)}
     denoiser = _denoiser(path, identified, sampling, inside=index is not None and index.folder == path)
+    if index is None:
+        refuse_other_experts((denoiser,), sampling)  # before another is looked for by its name
     search = CompanionSearch(path, identified, index, sampling, settings)
     parts, absent = search.find_all(needed)
     refuse_other_widths(main, parts, sampling)
+    if index is None:
+        refuse_other_experts((denoiser, *parts), sampling)
     listed = {} if index is None else index.classes
     passed_over = {role: _PASSED_OVER for role in listed if role not in {denoiser.role, *needed}}
     return FoundPipeline(

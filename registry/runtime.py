@@ -21,6 +21,7 @@ from slipcast.registry.validation import mistake
 _Argument = Annotated[str, *of_form(r"^[a-z][a-z0-9_]*$", "the name of an argument")]
 _Arguments = Annotated[Mapping[_Argument, JsonValue], *FROZEN]
 _Widths = Annotated[Mapping[_Argument, _Argument], *FROZEN]
+_Words = Annotated[Mapping[_Argument, Several[Text]], *FROZEN]
 _Pipeline = Annotated[str, *of_form(r"^[A-Z][A-Za-z0-9]*$", "the name of a pipeline's class, without its library")]
 
 
@@ -105,6 +106,9 @@ class Sampling(Section):
 
     arguments: _Arguments = Field(default_factory=FrozenMapping)
     """The pipeline's arguments that are no components, such as `{is_distilled: true}`."""
+
+    experts: _Words = Field(default_factory=FrozenMapping)
+    """Of two denoisers of one class, by role: words in the names of their files, as no tensor tells them apart."""
 
     optional: Several[_Argument] = ()
     """Companions that the pipeline does without, by role."""
