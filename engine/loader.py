@@ -27,7 +27,7 @@ from slipcast.engine.plan import Piece, Plan, Target
 from slipcast.engine.prefetch import PrefetchFetcher
 from slipcast.engine.reader import Reader, open_reader, torch_dtype, with_own_storage
 from slipcast.engine.reading import Reading
-from slipcast.engine.seen_values import SeenValues
+from slipcast.engine.seen_values import SeenValues, not_finite
 from slipcast.engine.slabs import SlabFetcher
 from slipcast.engine.steps import Step, steps
 from slipcast.engine.windows import Window, windows
@@ -118,6 +118,13 @@ class _Work:
                 hint="nothing of it is left; load again when wanted",
             )
 
+    def seen(self) -> tuple[str, ...]:
+        """What a user should know of the values that were read, as sentences."""
+        damage = not_finite(self.notes.suspects(), self.tensors)
+        if damage is not None:
+            self.notes.add(damage)
+        return self.notes.sentences()
+
     def close(self) -> None:
         """Let go of everything, also where an error's traceback still holds this object."""
         self.reader.close()
@@ -173,7 +180,7 @@ def execute(
             work.report(step)
         _refuse_not_finite(work)
         place(plan, work.model, work.tensors, mapped=True)
-        return finished(plan, work.model, work.tensors), work.notes.sentences()
+        return finished(plan, work.model, work.tensors), work.seen()
     finally:
         work.close()
 
@@ -257,7 +264,10 @@ def _fill(work: _Work, step: Step) -> None:
     elif target.how == "encode":
         _encode(work, target, values, rows)
     else:
-        _rows(work.stored(target, 0), rows).copy_(values)
+        out = _rows(work.stored(target, 0), rows)
+        if out.is_cuda or values.dtype != out.dtype:
+            work.notes.look_at(target.stored[0].name, values)
+        out.copy_(values)
 
 
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:

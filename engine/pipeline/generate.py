@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 from slipcast.engine.pipeline.assemble import pipeline_record, same_parts
 from slipcast.engine.pipeline.classes import is_modular, pipeline_class
+from slipcast.engine.pipeline.finite import explained, watched
 from slipcast.engine.pipeline.interruption import interruptible, refuse_cancelled
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
 from slipcast.engine.pipeline.policies import refit_
@@ -19,6 +21,8 @@ from slipcast.engine.pipeline.request import GenerationRequest, refuse_no_multip
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.registry.errors import SettingsError
 from slipcast.registry.runtime import Sampling
+
+logger = logging.getLogger("slipcast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class Generated:
         pipeline: name of the class that drew them.
         arguments: those of its call that say how, by the pipeline's own names.
         seconds: duration of the call.
+        notes: what a user should know of the result, as sentences: values that are not finite, and why.
     """
 
     images: tuple[Any, ...]
@@ -58,6 +63,7 @@ class Generated:
     pipeline: str
     arguments: Mapping[str, Any]
     seconds: float
+    notes: tuple[str, ...] = ()
 
 
 def generate(
@@ -96,14 +102,18 @@ def generate(
     pipe.set_progress_bar_config(disable=True)
     began = time.perf_counter()
     frames = "frames" if "num_frames" in takes else "images"
-    with interruptible(pipe, cancelled):
+    with interruptible(pipe, cancelled), watched(pipe) as outputs:
         if is_modular(type(pipe)):
             _set_guidance(pipe, request, sampling)
             found = pipe(**arguments, output=frames)
         else:
             found = getattr(pipe(**arguments, output_type="pil"), frames)
     images = tuple(found[0] if frames == "frames" else found)
-    return Generated(images, frames == "frames", type(pipe).__name__, shown, time.perf_counter() - began)
+    seconds, damage = time.perf_counter() - began, explained(outputs)
+    if damage is not None:
+        logger.warning("%s", damage)
+    notes = () if damage is None else (damage,)
+    return Generated(images, frames == "frames", type(pipe).__name__, shown, seconds, notes)
 
 
 def drawn_size(pipe: Any, arguments: Mapping[str, Any]) -> ImageSize:

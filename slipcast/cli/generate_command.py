@@ -198,6 +198,7 @@ def _facts(pipe: Any, request: GenerationRequest, drawn: Generated, out: Path) -
         "height": height,
         "frames": len(drawn.images),
         "seconds": drawn.seconds,
+        "notes": list(drawn.notes),
         "device": plan.device,
         "compute_dtype": plan.compute_dtype,
         "bytes": plan.nbytes,
@@ -216,6 +217,7 @@ def _write(facts: dict[str, Any]) -> None:
             ("how", f"seed {facts['seed']}{f', {how}' if how else ''}"),
             ("frames", [str(facts["frames"])] if facts["frames"] > 1 else []),
             ("seconds", f"{facts['seconds']:.2f}"),
+            ("notes", facts["notes"]),
         ]
     )
 
