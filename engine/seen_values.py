@@ -83,9 +83,10 @@ def not_finite(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> str
         return None
     shown = [f"{name} ({count:,} of {tensors[name].numel():,})" for name, count in list(counts.items())[:_SHOWN]]
     more = [f"{len(counts) - _SHOWN} more"] if len(counts) > _SHOWN else []
+    held = "1 tensor holds" if len(counts) == 1 else f"{len(counts)} tensors hold"
     return (
-        f"{'1 tensor holds' if len(counts) == 1 else f'{len(counts)} tensors hold'} values that are NaN or infinite, in {', '.join((*shown, *more))}: the file is "
-        "damaged, or its values are beyond the dtype that they were cast to, and so are the model's outputs"
+        f"{held} values that are NaN or infinite, in {', '.join((*shown, *more))}: the file is damaged, or its values "
+        "are beyond the dtype that they were cast to, and so are the model's outputs"
     )
 
 

@@ -13,6 +13,8 @@ from PIL import Image
 import slipcast
 from slipcast.engine import loader
 from slipcast.engine.pipeline import pipeline_plan
+from slipcast.engine.pipeline.generate import GenerationProgress, generate
+from slipcast.engine.pipeline.request import GenerationRequest
 from slipcast.engine.policy import sizes
 from slipcast.engine.policy.sizes import ImageSize
 from support.command_line import json_of, output_of, run
@@ -171,3 +173,21 @@ def test_nothing_is_written_over_unless_it_is_said(folders: Mapping[str, Path], 
 def test_a_prompt_is_wanted(folders: Mapping[str, Path]) -> None:
     result = run("generate", folders["z-image"])
     assert (result.exit_code, "Missing option '--prompt'" in result.stderr) == (2, True)
+
+
+def test_what_the_libraries_fail_at_is_refused_without_a_traceback(folders: Mapping[str, Path], here: Path) -> None:
+    asked = ("--prompt", "a", "--steps", "1", "--size", "16x16400", "--device", "cpu")
+    told = json_of("generate", folders["z-image"], *asked, "--out", here / "a.png", exit_code=2)
+    assert told["error"] == "SettingsError"
+    assert "ZImagePipeline can't draw what was asked for: IndexError" in told["found"]
+    assert "height: 16400" in told["items"]
+    assert list(here.glob("*.png")) == []
+
+
+def test_what_a_callers_function_raises_stays_what_it_is(folders: Mapping[str, Path]) -> None:
+    def stop(at: GenerationProgress) -> None:
+        raise ValueError("mine")
+
+    pipe = slipcast.pipeline(folders["z-image"], device="cpu")
+    with pytest.raises(ValueError, match=r"^mine$"):
+        generate(pipe, GenerationRequest("a", steps=1, width=64, height=64), stop)

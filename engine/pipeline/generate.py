@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +86,7 @@ def generate(
 
     Raises:
         Cancelled: ``cancelled`` said True.
-        SettingsError: the pipeline can't do what is asked.
+        SettingsError: the pipeline can't do what is asked, or its libraries fail at it.
         CompanionError: slipcast did not make the pipeline.
         DeviceError: the size does not fit the device. Nothing was allocated for it.
     """
@@ -102,7 +104,7 @@ def generate(
     pipe.set_progress_bar_config(disable=True)
     began = time.perf_counter()
     frames = "frames" if "num_frames" in takes else "images"
-    with interruptible(pipe, cancelled), watched(pipe) as outputs:
+    with interruptible(pipe, cancelled), watched(pipe) as outputs, _refusing(type(pipe), shown):
         if is_modular(type(pipe)):
             _set_guidance(pipe, request, sampling)
             found = pipe(**arguments, output=frames)
@@ -114,6 +116,29 @@ def generate(
         logger.warning("%s", damage)
     notes = () if damage is None else (damage,)
     return Generated(images, frames == "frames", type(pipe).__name__, shown, seconds, notes)
+
+
+@contextmanager
+def _refusing(kind: type, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """A block in which what a pipeline's library can't draw becomes an error of ours; what others raise stays."""
+    try:
+        yield
+    except (IndexError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or not _is_of_libraries(error):
+            raise
+        raise SettingsError(
+            f"{kind.__name__} can't draw what was asked for: {type(error).__name__}: {str(error)[:300]}",
+            expected="a size, a number of steps and a prompt that the models of the pipeline were made for",
+            hint="ask for a smaller or less narrow size first, then look at the other values",
+            items=[f"{name}: {value!r:.80}" for name, value in arguments.items()],
+        ) from error
+
+
+def _is_of_libraries(error: BaseException) -> bool:
+    """Whether the innermost frame of an error's traceback is in a library that draws, not in a caller's function."""
+    frames = traceback.walk_tb(error.__traceback__)
+    names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
+    return bool(names) and names[-1] in ("diffusers", "transformers", "torch")
 
 
 def drawn_size(pipe: Any, arguments: Mapping[str, Any]) -> ImageSize:
