@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipcast.registry.catalogue import load_catalogue
+from slipcast.registry.found_pipeline import find_pipeline
 from slipcast.registry.inspection import Inspection, identify_path, inspect_path
 from slipcast.registry.settings import Settings, checkpoint_path, resolve_settings
 
@@ -148,12 +149,13 @@ def pipeline(
 
     resolved = resolve(path, settings)
     refuse_described(resolved.device)
-    from slipcast.engine.pipeline.assemble import assemble
+    found = find_pipeline(path, resolved)
+    from slipcast.engine.pipeline.assemble import assemble  # imports torch, which what is refused should not wait for
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
     from slipcast.engine.without_collection import without_collection
 
     with without_collection():
-        return assemble(make_pipeline_plan(path, resolved), progress=progress, cancelled=cancelled)
+        return assemble(make_pipeline_plan(path, resolved, found=found), progress=progress, cancelled=cancelled)
 
 
 def status(pipe: Any) -> dict[str, Decision]:

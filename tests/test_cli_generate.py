@@ -143,9 +143,9 @@ def test_a_side_that_is_not_positive_is_planned_for_and_drawn_as_one_that_is_not
     planned: list[object] = []
     own = pipeline_plan.make_pipeline_plan
 
-    def plan(path: object, settings: object, size: object = None) -> object:
+    def plan(path: object, settings: object, size: object = None, **found: object) -> object:
         planned.append(size)
-        return own(path, settings, size)  # type: ignore[arg-type]
+        return own(path, settings, size, **found)  # type: ignore[arg-type]
 
     monkeypatch.setattr(pipeline_plan, "make_pipeline_plan", plan)
     monkeypatch.setattr(sizes, "DEFAULT_SIDE", 96)

@@ -150,7 +150,12 @@ class PipelinePlan:
 
 
 def make_pipeline_plan(
-    path: str | Path, settings: Settings, size: ImageSize | None = None, snapshot: Snapshot | None = None
+    path: str | Path,
+    settings: Settings,
+    size: ImageSize | None = None,
+    snapshot: Snapshot | None = None,
+    *,
+    found: FoundPipeline | None = None,
 ) -> PipelinePlan:
     """Plan a pipeline: find its parts, and plan the load of each.
 
@@ -159,13 +164,14 @@ def make_pipeline_plan(
         settings: those of the denoiser; other models compute in its dtype and stay as quantised as their files.
         size: what is to be drawn: one picture of 1024 x 1024 where it is None.
         snapshot: the device's memory; None: as it is now.
+        found: what ``find_pipeline`` found at the path, where it was asked already, which it can be without torch.
 
     Raises:
         DeviceError: it does not fit the device; the message names the setting that would make it fit.
         CompanionError: parts are missing, or not what the pipeline needs.
         SlipcastError: whatever finding and planning each part raises.
     """
-    found = find_pipeline(path, settings)
+    found = found or find_pipeline(path, settings)
     device = resolve_device(settings.device)[0]
     snapshot = snapshot or take_snapshot(device, settings.device_reserve_mib)
     planned = partial(_plan, found, size=size or ImageSize(), snapshot=snapshot)

@@ -13,6 +13,7 @@ from slipcast.cli.output import mebibytes, progress_bar, write, write_facts, wri
 from slipcast.cli.plan_view import write_settings
 from slipcast.engine.pipeline.request import LARGEST_SEED, MOST_STEPS, make_request
 from slipcast.registry.errors import UnsupportedFileError
+from slipcast.registry.found_pipeline import find_pipeline
 from slipcast.registry.new_files import new_file, refuse_place
 from slipcast.registry.settings import Settings
 
@@ -116,12 +117,14 @@ def command(
 
 def _draw(path: Path, settings: Settings, request: GenerationRequest, out: Path) -> tuple[Any, Generated]:
     from slipcast.engine.described_device import refuse_described
-    from slipcast.engine.pipeline.assemble import assemble
+
+    refuse_described(settings.device)
+    found = find_pipeline(path, settings)
+    from slipcast.engine.pipeline.assemble import assemble  # imports torch, which what is refused should not wait for
     from slipcast.engine.pipeline.generate import check_request, draws_several, generate
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
 
-    refuse_described(settings.device)
-    plan = make_pipeline_plan(path, settings, request.size)
+    plan = make_pipeline_plan(path, settings, request.size, found=found)
     check_request(plan, request)
     _format(out, several=draws_several(plan, request))
     with progress_bar("loading") as progress:
@@ -223,11 +226,12 @@ def _write(facts: dict[str, Any]) -> None:
 
 
 def _show_plan(path: Path, settings: Settings, size: tuple[int, int] | None, frames: int | None, as_json: bool) -> None:
-    from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
+    found = find_pipeline(path, settings)
+    from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan  # imports torch
     from slipcast.engine.policy.sizes import ImageSize
 
     width, height = size or (None, None)
-    plan = make_pipeline_plan(path, settings, ImageSize.of(width, height, frames))
+    plan = make_pipeline_plan(path, settings, ImageSize.of(width, height, frames), found=found)
     if as_json:
         write_json(plan.to_json())
     else:
