@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from slipcast.engine.layers import QuantisedModule
 from slipcast.engine.pipeline import policies
+from slipcast.engine.pipeline.apply_policies import refit_
 from slipcast.engine.pipeline.assemble import assemble, pipeline_record
 from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
 from slipcast.engine.policy import streaming
@@ -201,7 +202,7 @@ def _latents(pipe: Any, side: int, steps: int, times: list[float] | None = None)
 
 @torch.no_grad()
 def _size(pipe: Any, side: int, steps: int, base: int, expected: dict[int, Tensor]) -> dict[str, Any]:
-    policies.refit_(pipe, ImageSize(side, side))
+    refit_(pipe, ImageSize(side, side))
     predicted = pipeline_record(pipe).policies.memory.peak_bytes
     times: list[float] = []
     torch.cuda.synchronize()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from slipcast.engine.chunks import chunk_bytes, multiplies, piece_rows, share, side_bytes, slab_bytes
 from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.devices import Device
 from slipcast.engine.file_codec import part_tensors
-from slipcast.engine.plan import Bytes, Decision, Target, Verdict
+from slipcast.engine.plan import Bytes, Decision, Remedy, Target, Verdict
 from slipcast.engine.precision import family_obstacle
 from slipcast.engine.prefetch import HOST_BYTES
 from slipcast.engine.reading import Reading
@@ -17,7 +17,7 @@ from slipcast.engine.steps import spans, steps
 from slipcast.engine.windows import left_out, most_under_way, windows
 from slipcast.registry.family import Family
 from slipcast.registry.identify import Match
-from slipcast.registry.settings import Settings
+from slipcast.registry.settings import Fp8Settings, Settings
 from slipcast.registry.validation import counted
 
 _MIB = 2**20
@@ -104,7 +104,12 @@ def growth_notes(targets: Sequence[Target], match: Match, fp8: Decision) -> tupl
 
 
 def weigh_verdict(
-    bytes_: Bytes, device: Device, settings: Settings, fp8: Decision, family: Family, with_fp8: Callable[[], Bytes]
+    bytes_: Bytes,
+    device: Device,
+    settings: Settings,
+    fp8: Decision,
+    family: Family,
+    with_fp8: Callable[[Fp8Settings], Bytes],
 ) -> Verdict | None:
     """Whether the weights fit a device whose memory is known, or what would make them fit. Activations come on top.
 
@@ -114,7 +119,7 @@ def weigh_verdict(
         settings: for the memory that the runtime itself takes.
         fp8: the engaged fp8 mode.
         family: for whether fp8 suits it.
-        with_fp8: the bytes of the same plan with fp8 storage, asked only where they could help.
+        with_fp8: the bytes of the same plan with other settings of fp8, asked only where they could help.
     """
     if device.memory is None:
         return None
@@ -126,12 +131,48 @@ def weigh_verdict(
         if left < _LITTLE:
             advice += ": they may not fit; a smaller picture, or weights offloaded to the host, would need less"
         return Verdict(fits=True, needed=needed, available=available, advice=advice)
-    if fp8.engaged != "off":
-        advice = "the weights are quantised already: this device can't hold them whole"
-    elif obstacle := family_obstacle(family):
+    if obstacle := family_obstacle(family):
         advice = f"no setting makes them fit: fp8 is not for this family ({obstacle})"
-    else:
-        smaller = with_fp8().device_peak
-        fits = "fits" if smaller <= available else "does not fit either"
-        advice = f"fp8=storage needs {smaller / _MIB:,.0f} MiB, which {fits}"
-    return Verdict(fits=False, needed=needed, available=available, advice=advice)
+        return Verdict(fits=False, needed=needed, available=available, advice=advice)
+    tried = [
+        Remedy(settings=given, device_peak=with_fp8(changed).device_peak)
+        for given in _LIGHTER
+        if (changed := _changed(settings.fp8, given)) != settings.fp8
+    ]
+    fitting = tuple(_without_rest([remedy for remedy in tried if remedy.device_peak <= available]))
+    advice = "; ".join(f"{_needs(remedy)}, which fits" for remedy in fitting) or _hopeless(tried, needed, fp8)
+    return Verdict(fits=False, needed=needed, available=available, advice=advice, remedies=fitting)
+
+
+_STORAGE = {"fp8": "storage"}
+_NVFP4 = {"fp8": "storage", "fp8.weights": "nvfp4"}
+_REST = {"fp8.remainder": "quantise"}
+_LIGHTER = (_STORAGE, {**_STORAGE, **_REST}, _NVFP4, {**_NVFP4, **_REST})
+"""Settings with which weights take fewer bytes, what rounds least first."""
+
+
+def _changed(fp8: Fp8Settings, given: Mapping[str, str]) -> Fp8Settings:
+    return fp8.model_copy(update={name.partition(".")[2] or "mode": value for name, value in given.items()})
+
+
+def _without_rest(fitting: Sequence[Remedy]) -> Iterator[Remedy]:
+    """What fits, but for what also quantises the rest where leaving that as it is fits as well."""
+    plain = [remedy.settings for remedy in fitting]
+    for remedy in fitting:
+        less = {name: value for name, value in remedy.settings.items() if name not in _REST}
+        if less == remedy.settings or less not in plain:
+            yield remedy
+
+
+def _needs(remedy: Remedy) -> str:
+    given = " ".join(f"{name}={value}" for name, value in remedy.settings.items())
+    return f"{given} needs {remedy.device_peak / _MIB:,.0f} MiB"
+
+
+def _hopeless(tried: Sequence[Remedy], needed: int, fp8: Decision) -> str:
+    """What is said where no setting helps: the one that comes nearest."""
+    least = min(tried, key=lambda remedy: remedy.device_peak, default=None)
+    if least is None or least.device_peak >= needed:
+        quantised = "the weights are quantised already: " if fp8.engaged != "off" else ""
+        return f"{quantised}this device can't hold them whole"
+    return f"no setting makes them fit: {_needs(least)}, which does not fit either"

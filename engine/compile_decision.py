@@ -24,7 +24,7 @@ def decide_compile(
     """Whether blocks are compiled, and which. Engaged is ``off``, ``blocks`` or ``max``.
 
     Args:
-        requested: off, blocks or max.
+        requested: auto, off, blocks or max. What a pipeline's speed makes of auto is put in its place before.
         declared: what the family file says of it.
         classes: names of the classes of all modules of the model.
         device: where the model goes.
@@ -33,8 +33,9 @@ def decide_compile(
     Returns:
         The decision, and the names of the blocks' classes; none where it is off.
     """
-    if requested == "off":
-        return Decision(requested=requested, engaged="off", reason="as requested"), ()
+    if requested in ("auto", "off"):
+        reason = "as requested" if requested == "off" else "neither this setting nor speed asks for it"
+        return Decision(requested=requested, engaged="off", reason=reason), ()
     blocks = tuple(name for name in declared.blocks if name in classes) if declared is not None else ()
     if declared is None:
         obstacle = "the family file names no blocks"

@@ -155,13 +155,26 @@ class Bytes(_Frozen):
     read: int
 
 
+class Remedy(_Frozen):
+    """Settings with which the weights fit a device that is too small for them.
+
+    Attributes:
+        settings: dotted name -> value.
+        device_peak: bytes at the peak of a load with them.
+    """
+
+    settings: dict[str, str]
+    device_peak: int
+
+
 class Verdict(_Frozen):
-    """Whether the weights fit the device."""
+    """Whether the weights fit the device, and which settings make them fit where they do not, best first."""
 
     fits: bool
     needed: int
     available: int
     advice: str
+    remedies: tuple[Remedy, ...] = ()
 
 
 class Origin(_Frozen):

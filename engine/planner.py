@@ -31,7 +31,7 @@ from slipcast.registry.errors import UnsupportedFormatError
 from slipcast.registry.header import Header, TensorInfo
 from slipcast.registry.identify import Match
 from slipcast.registry.quantisation import count_formats
-from slipcast.registry.settings import Settings
+from slipcast.registry.settings import Fp8Settings, Settings
 from slipcast.registry.side_tensors import INPUT_SCALE
 
 LOADABLE_FORMATS = frozenset({"plain", "fp8_scaled", "fp8_raw", "nvfp4", "mxfp8", "int8", "int8_convrot", "gguf"})
@@ -111,8 +111,8 @@ def prepare_load(match: Match, settings: Settings, *, others: Sequence[Match] = 
     codecs = _codecs(match, accounts, saved.nvfp4_layout or match.family.precision.nvfp4_layout)
     tied = frozenset(chain.from_iterable(tensors.ties.items()))
 
-    def planned(fp8_mode: str) -> tuple[ModuleChoices, tuple[Target, ...], Bytes]:
-        chooser = ModuleChooser(match, accounts, codecs, tied, rules, saved, dtype.engaged, fp8_mode, settings.fp8)
+    def planned(mode: str, wanted: Fp8Settings) -> tuple[ModuleChoices, tuple[Target, ...], Bytes]:
+        chooser = ModuleChooser(match, accounts, codecs, tied, rules, saved, dtype.engaged, mode, wanted)
         modules = chooser.choose(model)
         maker = TargetMaker(
             match, accounts, codecs, modules.by_weight, saved, rules, dtype.engaged, device, settings.mmap
@@ -120,7 +120,7 @@ def prepare_load(match: Match, settings: Settings, *, others: Sequence[Match] = 
         targets = tuple(maker.targets(tensors))
         return modules, targets, predict_bytes(targets, match, device, Reading.of(reading))
 
-    modules, targets, bytes_ = planned(fp8.engaged)
+    modules, targets, bytes_ = planned(fp8.engaged, settings.fp8)
     fp8 = _as_engaged(fp8, modules)
     plan = Plan(
         origin=_origin(match, config),
@@ -140,7 +140,7 @@ def prepare_load(match: Match, settings: Settings, *, others: Sequence[Match] = 
         targets=targets,
         tensors=tuple(_fates(match, targets, accounts, modules.by_weight)),
         bytes=bytes_,
-        verdict=weigh_verdict(bytes_, device, settings, fp8, match.family, lambda: planned("storage")[2]),
+        verdict=weigh_verdict(bytes_, device, settings, fp8, match.family, lambda other: planned("storage", other)[2]),
         notes=(*notes, *growth_notes(targets, match, fp8), *match.guesses, *match.everything.problems),
     )
     return PreparedLoad(plan, model if is_bare else None)

@@ -129,10 +129,10 @@ class Settings(Section):
     fp8: Fp8Settings
     """Weights in 8 bits."""
 
-    compile: Literal["off", "blocks", "max"]
-    """Whether torch compiles the blocks that repeat in a model when they are first called. off: they are not compiled.
-    blocks: each kind once, for all widths and heights. max: kernels are also chosen by measurement, for each size
-    anew."""
+    compile: Literal["auto", "off", "blocks", "max"]
+    """Whether torch compiles the blocks that repeat in a model when they are first called. auto: as a pipeline's speed
+    says, else not. off: nothing is compiled. blocks: each kind once, for all widths and heights. max: kernels are also
+    chosen by measurement, for each size anew."""
 
     mmap: bool
     """Whether weights that need no cast stay in the memory-mapped file when the model is on the CPU."""

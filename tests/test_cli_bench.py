@@ -23,7 +23,7 @@ from slipcast.engine.pipeline import measurement, pipeline_plan
 from slipcast.engine.pipeline.comparison import Bounds, compare, pictures_psnr
 from slipcast.engine.pipeline.measurement import Measurement, machine_name
 from slipcast.engine.pipeline.reference import Reference, load_reference
-from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.policy.sizes import AskedSize
 from support.command_line import json_of, output_of, run
 from support.isolation import isolate
 
@@ -261,7 +261,7 @@ def test_what_is_measured_is_planned_at_its_size(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(pipeline_plan, "make_pipeline_plan", plan)
     json_of("bench", PIPELINE, *DRAWN, *FEW, "--size", "64x0", exit_code=2)
-    assert planned == [ImageSize(64, 1024)]
+    assert planned == [AskedSize(64, None)]
 
 
 def test_pictures_that_are_a_pipe_are_not_waited_for(nothing_drawn: None, reference: Path) -> None:

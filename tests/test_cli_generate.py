@@ -12,11 +12,10 @@ from PIL import Image
 
 import slipcast
 from slipcast.engine import loader
-from slipcast.engine.pipeline import pipeline_plan
+from slipcast.engine.pipeline import own_size, pipeline_plan
 from slipcast.engine.pipeline.generate import GenerationProgress, generate
 from slipcast.engine.pipeline.request import GenerationRequest
-from slipcast.engine.policy import sizes
-from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.policy.sizes import AskedSize
 from support.command_line import json_of, output_of, run
 from support.isolation import isolate
 from support.tiny_pipelines import write_pipeline, write_single
@@ -108,7 +107,7 @@ REFUSED = [
     (("--guidance", "nan"), "guidance is nan", "give guidance such a value"),
     (("--guidance", "inf"), "guidance is inf", "give guidance such a value"),
     (("--out", "a.gif"), "one picture for a .gif file, which holds several frames", "another ending"),
-    (("--size", "160000x160000"), "a pipeline that needs", "ask for a smaller size: the weights fit"),
+    (("--size", "160000x160000"), "a pipeline that needs", "pixels, which takes"),
     (("--out", "a.tiff"), "the name ends in .tiff", "another ending"),
     (("--out", "missing/a.png"), "there is no such folder to write into", "make the folder"),
     (("--image", "no.png"), "the picture can't be read: there is no such file", "check the path that --image names"),
@@ -148,10 +147,10 @@ def test_a_side_that_is_not_positive_is_planned_for_and_drawn_as_one_that_is_not
         return own(path, settings, size, **found)  # type: ignore[arg-type]
 
     monkeypatch.setattr(pipeline_plan, "make_pipeline_plan", plan)
-    monkeypatch.setattr(sizes, "DEFAULT_SIDE", 96)
+    monkeypatch.setattr(own_size, "DEFAULT_SIDE", 96)
     told = json_of("generate", folders["z-image"], *CALL, "--size", "0x64", "--out", here / "a.png")
     assert (told["arguments"]["width"], told["arguments"]["height"]) == (told["width"], told["height"]) == (96, 64)
-    assert planned == [ImageSize(96, 64)]
+    assert planned == [AskedSize(None, 64)]
 
 
 def test_a_family_without_such_a_pipeline_refuses_pictures(folders: Mapping[str, Path], here: Path) -> None:

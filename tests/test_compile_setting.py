@@ -53,8 +53,9 @@ def test_blocks_that_the_model_has_are_compiled(mode: str) -> None:
 
 def test_off_is_off_and_the_default(path: Path) -> None:
     assert decided("off") == ("off", "as requested", ())
+    assert decided("auto") == ("off", "neither this setting nor speed asks for it", ())
     plan = slipcast.plan(path, device="cpu")
-    assert plan.settings["compile"].engaged == "off"
+    assert (plan.settings["compile"].requested, plan.settings["compile"].engaged) == ("auto", "off")
     assert plan.compiled == ()
     report = slipcast.load(path, device="cpu").report
     assert report.compiled is None

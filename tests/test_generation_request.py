@@ -13,7 +13,7 @@ import slipcast
 from slipcast import Session
 from slipcast.demo.prompted import PIPELINE
 from slipcast.engine.pipeline.request import GenerationRequest, make_request
-from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.policy.sizes import AskedSize
 from slipcast.registry.errors import SettingsError, UnsupportedFileError
 from slipcast.registry.settings import resolve_settings
 from support.isolation import isolate
@@ -72,7 +72,7 @@ def test_what_can_be_drawn_is_accepted() -> None:
 @pytest.mark.parametrize("side", [0, -1, None])
 def test_a_side_that_is_not_positive_counts_as_not_given(side: int | None) -> None:
     request = GenerationRequest("seven", width=side, height=64)
-    assert (request.width, request.height, request.size) == (None, 64, ImageSize(1024, 64))
+    assert (request.width, request.height, request.size) == (None, 64, AskedSize(None, 64))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 import slipcast
 from slipcast.api import resolve
 from slipcast.engine.devices import resolve_device
+from slipcast.engine.pipeline.apply_policies import refit_
 from slipcast.engine.pipeline.assemble import assemble, pipeline_record
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, make_pipeline_plan
 from slipcast.engine.pipeline.policies import policy_parts
@@ -24,7 +25,7 @@ from slipcast.engine.policy.global_flags import Tf32
 from slipcast.engine.policy.memory import TIERS, peak_of
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.engine.policy.snapshot import Snapshot
-from slipcast.engine.policy.speed import decide_speed, is_gguf, without_compile
+from slipcast.engine.policy.speed import compiled_by_speed, decide_speed, is_gguf
 from slipcast.engine.policy.vae import VaeWay
 from slipcast.engine.policy.vae_calls import VaeCalls, set_tile_side_, tile_side
 from slipcast.engine.policy.visiting import Turns, visit_
@@ -94,24 +95,24 @@ def test_a_refused_pipeline_reads_no_weight(folders: dict[str, Path], monkeypatc
     assert "MiB are free" in refusal.value.expected
 
 
+def named(hint: str) -> dict[str, int]:
+    """What a hint names, with the MiB of each."""
+    found = re.findall(r"(?:set|ask for) (.*?), which takes ([\d,]+) MiB", hint)
+    return {what: int(mib.replace(",", "")) for what, mib in found}
+
+
 def test_a_refusal_names_settings_that_make_it_fit(tmp_path: Path) -> None:
     folder = tmp_path / "pipeline"
     heavy_z_image().save_pretrained(str(folder))
-    needed = planned(folder, unified=True).policies.memory.peak_bytes
-    hints: list[str] = []
-    for free in range(needed - 1, needed // 4, -(needed // 12)):
-        with pytest.raises(DeviceError) as refusal:
-            planned(folder, free, unified=True)
-        hint = re.match(r"set (.*), which takes ([\d,]+) MiB", refusal.value.hint)
-        hints.append(hint[1] if hint is not None else "")
-        if hint is not None:
-            given = dict(each.split("=") for each in hint[1].split())
-            peak = planned(folder, free, unified=True, **given).policies.memory.peak_bytes
-            assert f"{peak / 2**20:,.0f}" == hint[2]
-    found = list(dict.fromkeys(hints))
-    assert found[0] == "text_encoder=fp8"
-    assert "text_encoder=fp8 fp8=storage" in found
-    assert found[-1] == ""
+    free = planned(folder, unified=True).policies.memory.peak_bytes - 1
+    with pytest.raises(DeviceError) as refusal:
+        planned(folder, free, unified=True)
+    found = named(refusal.value.hint)
+    assert [*found][:4] == ["text_encoder=fp8", "fp8=storage", "text_encoder=nvfp4", "fp8=storage fp8.weights=nvfp4"]
+    given = ({"text_encoder": "fp8"}, {"fp8": "storage"}, {"fp8": {"mode": "storage", "weights": "nvfp4"}})
+    for what, settings in zip([*found][:2] + [*found][3:4], given, strict=True):
+        peak = planned(folder, free, unified=True, **settings).policies.memory.peak_bytes
+        assert round(peak / 2**20) == found[what]
 
 
 @pytest.mark.parametrize("family", ["z-image", "sd-1", "sdxl"])
@@ -232,6 +233,7 @@ def test_blocks_are_compiled_on_a_gpu_where_the_weights_are_not_gguf(
     assert bool(plan.denoiser.plan.compiled) == (device_kind == "cuda")
     assert ("compiled blocks" in plan.settings["speed"].engaged) == (device_kind == "cuda")
     assert plan.settings["compile"].engaged == ("blocks" if device_kind == "cuda" else "off")
+    assert "speed=default" in plan.settings["compile"].reason
 
 
 def test_of_gguf_weights_only_the_decode_is_compiled(folders: dict[str, Path]) -> None:
@@ -242,17 +244,55 @@ def test_of_gguf_weights_only_the_decode_is_compiled(folders: dict[str, Path]) -
     assert denoiser is not None
     assert vae is not None
     first, *others = denoiser.modules
-    packed = without_compile(
-        denoiser.model_copy(update={"modules": (first.model_copy(update={"precision": "gguf"}), *others)}), "GGUF"
+    packed = compiled_by_speed(
+        denoiser.model_copy(update={"modules": (first.model_copy(update={"precision": "gguf"}), *others)}), "default"
     )
     assert is_gguf(packed)
     assert not is_gguf(denoiser)
     assert packed.compiled == ()
+    assert packed.settings["compile"].requested == "auto"
+    assert "weights are GGUF: with speed=default" in packed.settings["compile"].reason
     device = plan.policies.snapshot.device
     speed = decide_speed("default", device, {"transformer": packed}, vae, room=0, resident=True)
     assert speed.compile_decode
     assert speed.decision.engaged == "channels-last VAE, compiled decode"
     assert not decide_speed("default", device, {"transformer": denoiser}, vae, room=0, resident=True).compile_decode
+    off = decide_speed("default", device, {"transformer": packed}, vae, compile_="off", room=0, resident=True)
+    assert not off.compile_decode
+    assert off.decision.engaged == "channels-last VAE"
+    assert "compile=off was requested, which wins over speed" in off.decision.reason
+
+
+def compiling(folder: Path, **settings: Any) -> PipelinePlan:
+    asked = {"device": "cuda:9.0,80GiB", "dtype": "bfloat16", **settings}
+    return make_pipeline_plan(folder, resolve(folder, asked), SIZE)
+
+
+def test_what_is_asked_of_compile_wins_over_speed(folders: dict[str, Path]) -> None:
+    folder = folders["z-image"]
+    found = {}
+    for speed in ("off", "default", "max"):
+        for asked in ({}, {"compile": "off"}, {"compile": "blocks"}, {"compile": "max"}):
+            plan = compiling(folder, speed=speed, **asked)
+            denoiser = plan.denoiser.plan
+            assert denoiser is not None
+            decision = plan.settings["compile"]
+            assert decision.requested == asked.get("compile", "auto")
+            assert bool(denoiser.compiled) == (decision.engaged != "off")
+            found[speed, decision.requested] = decision.engaged
+            if speed != "off":
+                assert ("compiled blocks" in plan.settings["speed"].engaged) == (decision.engaged != "off")
+                wins = "compile=off was requested, which wins over speed" in plan.settings["speed"].reason
+                assert wins == (decision.requested == "off")
+    assert found == {
+        **{(speed, given): given for speed in ("off", "default", "max") for given in ("off", "blocks", "max")},
+        ("off", "auto"): "off",
+        ("default", "auto"): "blocks",
+        ("max", "auto"): "blocks",
+    }
+    assert compiling(folder, speed="default").settings["compile"].reason.startswith("by speed=default: ")
+    assert compiling(folder, speed="default", compile="off").settings["compile"].reason == "as requested"
+    assert "as compile=blocks asks for" in compiling(folder, compile="blocks").settings["speed"].reason
 
 
 def test_speed_off_changes_nothing(folders: dict[str, Path]) -> None:
@@ -322,7 +362,7 @@ def test_flags_are_restored_when_putting_a_pipeline_together_fails(
     def fail(*_: Any) -> None:
         raise ValueError
 
-    monkeypatch.setattr("slipcast.engine.pipeline.policies.place_", fail)
+    monkeypatch.setattr("slipcast.engine.pipeline.apply_policies.place_", fail)
     with pytest.raises(ValueError):
         assemble(with_tf32)
     assert not torch.backends.cuda.matmul.allow_tf32
@@ -399,8 +439,6 @@ def test_the_tiles_of_a_configuration_are_made_to_work(own: int | list[int], exp
 
 
 def test_a_larger_picture_has_the_vae_tiled_or_is_refused(folders: dict[str, Path]) -> None:
-    from slipcast.engine.pipeline.policies import refit_
-
     folder = folders["z-image"]
     pipe = assemble(planned(folder))
     policies = pipeline_record(pipe).plan.policies
@@ -422,3 +460,62 @@ def test_a_larger_picture_has_the_vae_tiled_or_is_refused(folders: dict[str, Pat
     assert "at most" in refusal.value.expected
     assert slipcast.status(pipe)["vae.tiling"].engaged == "off"
     assert picture(pipe).std() > 0
+
+
+def test_a_refused_picture_is_told_what_fits_with_the_pipeline_as_it_lies(folders: dict[str, Path]) -> None:
+    folder = folders["z-image"]
+    pipe = assemble(planned(folder, vae={"tiling": "off"}))
+    policies = pipeline_record(pipe).policies
+    larger = ImageSize(512, 512)
+    free = planned(folder, size=larger, vae={"tiling": "on"}).policies.memory.peak_bytes
+    snapshot = replace(policies.snapshot, free=free)
+    with pytest.raises(DeviceError) as refusal:
+        refit_(pipe, larger, snapshot=snapshot)
+    found = named(refusal.value.hint)
+    assert found["vae.tiling=auto"] == round(free / 2**20)
+    width, height = map(int, next(what for what in found if "pixels" in what).split(" pixels")[0].split(" x "))
+    refit_(pipe, ImageSize(width, height), snapshot=snapshot)
+    with pytest.raises(DeviceError):
+        refit_(pipe, ImageSize(width + 16, height + 16), snapshot=snapshot)
+
+
+class Garbage:
+    """Counts collections, and a device's memory, of which garbage takes some until it is collected."""
+
+    def __init__(self, snapshot: Snapshot, garbage: int) -> None:
+        self.snapshot, self.garbage, self.collected = snapshot, garbage, 0
+
+    def look(self, *_: Any, collect: bool = True) -> Snapshot:
+        self.collected += collect
+        return replace(self.snapshot, free=self.snapshot.free - (0 if collect else self.garbage))
+
+
+def test_garbage_is_collected_only_where_that_could_change_what_is_decided(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders["z-image"]
+    pipe = assemble(planned(folder))
+    larger = ImageSize(512, 512)
+    whole = planned(folder, size=larger, vae={"tiling": "off"}).policies.memory.peak_bytes
+    held = sum(tensor.nbytes for role in ("transformer", "text_encoder", "vae") for tensor in weights(pipe, role))
+
+    def drawn(free: int, garbage: int) -> tuple[str, int]:
+        snapshot = replace(pipeline_record(pipe).policies.snapshot, free=free - held)
+        device = Garbage(snapshot, garbage)
+        monkeypatch.setattr("slipcast.engine.pipeline.apply_policies.take_snapshot", device.look)
+        refit_(pipe, larger)
+        return slipcast.status(pipe)["vae.tiling"].engaged, device.collected
+
+    assert drawn(whole + 2, 0) == ("off", 0)
+    assert drawn(whole + 2, 1) == ("off", 0), "what fits beside garbage is not better without it"
+    assert drawn(whole, 1) == ("off", 1), "without garbage it need not tile"
+    assert drawn(whole - 1, 0) == ("decode", 1)
+    assert drawn(whole - 1, 0) == ("decode", 0), "the same was decided before, with no more memory"
+    assert drawn(whole - 2, 0) == ("decode", 1), "memory has shrunk since"
+    assert drawn(whole, 0) == ("off", 0)
+    with pytest.raises(DeviceError):
+        drawn(held, 0)
+
+
+def weights(pipe: Any, role: str) -> list[torch.Tensor]:
+    return [*pipe.components[role].parameters(), *pipe.components[role].buffers()]

@@ -285,13 +285,40 @@ def test_a_card_that_is_not_there(published: Path) -> None:
     assert fp8.verdict is not None
     assert not tight.verdict.fits
     assert fp8.verdict.fits
-    assert tight.verdict.advice == f"fp8=storage needs {fp8.bytes.device_peak / MIB:,.0f} MiB, which fits"
-    for_4 = slipcast.plan(published, device="cuda:8.6,4GiB", dtype="bfloat16").verdict
-    assert for_4 is not None
-    assert for_4.advice.endswith("does not fit either")
-    small = slipcast.plan(published, device="cuda:8.6,4GiB", dtype="bfloat16", fp8="storage").verdict
+    first, *_ = tight.verdict.remedies
+    assert (first.settings, first.device_peak) == ({"fp8": "storage"}, fp8.bytes.device_peak)
+    assert tight.verdict.advice.startswith(f"fp8=storage needs {first.device_peak / MIB:,.0f} MiB, which fits; ")
+    for_2 = slipcast.plan(published, device="cuda:8.6,2GiB", dtype="bfloat16").verdict
+    assert for_2 is not None
+    assert for_2.advice.startswith("no setting makes them fit: fp8=storage fp8.weights=nvfp4 needs ")
+    assert for_2.advice.endswith("does not fit either")
+    smallest = {"mode": "storage", "weights": "nvfp4"}
+    small = slipcast.plan(published, device="cuda:8.6,2GiB", dtype="bfloat16", fp8=smallest).verdict
     assert small is not None
     assert small.advice == "the weights are quantised already: this device can't hold them whole"
+
+
+@pytest.mark.parametrize("card", ["10GiB", "7GiB", "5GiB", "2GiB"])
+@pytest.mark.parametrize("asked", ["auto", "storage"])
+def test_a_verdict_names_every_setting_whose_own_plan_fits(published: Path, card: str, asked: str) -> None:
+    def verdict_of(**fp8: str) -> tuple[Any, int]:
+        plan = slipcast.plan(published, device=f"cuda:8.6,{card}", dtype="bfloat16", fp8={"mode": asked, **fp8})
+        assert plan.verdict is not None
+        return plan.verdict, plan.bytes.device_peak
+
+    verdict, _ = verdict_of()
+    fitting = {}
+    for shown, fp8 in (
+        ("fp8=storage", {"mode": "storage"}),
+        ("fp8=storage fp8.weights=nvfp4", {"mode": "storage", "weights": "nvfp4"}),
+    ):
+        other, peak = verdict_of(**fp8)
+        if other.fits and not verdict.fits:
+            fitting[shown] = peak
+    named = {" ".join(f"{k}={v}" for k, v in remedy.settings.items()): remedy for remedy in verdict.remedies}
+    assert {shown: remedy.device_peak for shown, remedy in named.items()} == fitting
+    assert list(named) == list(fitting)
+    assert all(f"{shown} needs {peak / MIB:,.0f} MiB, which fits" in verdict.advice for shown, peak in fitting.items())
 
 
 def test_a_card_whose_memory_is_just_enough(tiny: Path) -> None:

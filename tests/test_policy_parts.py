@@ -14,10 +14,12 @@ from torch import nn
 import slipcast
 from slipcast.engine.plan import Plan
 from slipcast.engine.policy.activations import denoiser_batch, denoiser_bytes, dequantised_bytes, encoder_bytes
-from slipcast.engine.policy.parts import STREAMED_LAYERS, blocks_of, layers_of, part_of_plan
+from slipcast.engine.policy.memory import Part, peak_of
+from slipcast.engine.policy.parts import STREAMED_LAYERS, blocks_of, layers_of, part_of_plan, tables_of
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.runtime import Offload, Runtime, Sampling
+from support.recorded import recorded, write_checkpoint
 from support.tiny_pipelines import PIPELINES, model_of, write_pipeline
 
 SIZE = ImageSize(64, 64)
@@ -105,7 +107,8 @@ def test_a_part_has_the_bytes_of_the_loaded_model(folder: Path, fp8: str) -> Non
     blocks = [*model.layers, *model.noise_refiner, *model.context_refiner]
     sizes = [sum(tensor.nbytes for tensor in (*block.parameters(), *block.buffers())) for block in blocks]
     assert sorted(part.block_bytes) == sorted(sizes)
-    assert part.streamed_bytes < part.weight_bytes
+    assert part.table_bytes == ()
+    assert part.streamed[0][0] < part.weight_bytes
 
 
 def test_a_model_without_blocks_in_its_family_comes_as_a_whole(folder: Path) -> None:
@@ -120,6 +123,58 @@ def test_views_of_the_mapped_file_take_no_memory_of_their_own(folder: Path) -> N
     copied = slipcast.plan(folder, device="cpu", dtype="bfloat16", mmap=False)
     assert part_of_plan("transformer", mapped, Runtime(), Sampling(), SIZE).weight_bytes < copied.bytes.resident / 10
     assert part_of_plan("transformer", copied, Runtime(), Sampling(), SIZE).weight_bytes == copied.bytes.resident
+
+
+def in_order(model: nn.Module, tokens: torch.Tensor) -> list[str]:
+    """The layers that diffusers moves one by one, in the order in which a forward calls them."""
+    called: list[str] = []
+    for name in layers_of(model):
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    with torch.no_grad():
+        model(tokens)
+    return called
+
+
+@pytest.mark.parametrize(
+    ("family", "role"),
+    [
+        ("z-image", "text_encoder"),
+        ("sd3", "text_encoder"),
+        ("sd3", "text_encoder_3"),
+        ("lumina-2", "text_encoder"),
+        ("flux-1", "text_encoder_2"),
+    ],
+)
+def test_a_text_encoder_looks_its_tables_up_before_any_layer_works(family: str, role: str, tmp_path: Path) -> None:
+    folder = write_pipeline(family, tmp_path / "pipeline")
+    plan = slipcast.plan(folder, component=role, device="cpu", dtype="bfloat16", mmap=False)
+    part = part_of_plan(role, plan, Runtime(), Sampling(), SIZE)
+    model = PIPELINES[family]().components[role]
+    order = in_order(model, torch.zeros(1, 8, dtype=torch.long))
+    tables = tables_of(model)
+    assert tables
+    assert part.table_bytes
+    first = next(index for index, name in enumerate(order) if name not in tables)
+    assert set(order[:first]) <= set(tables)
+    assert not set(order[first:]) & set(tables)
+    sizes = [sum(tensor.nbytes for tensor in model.get_submodule(name).parameters()) for name in order]
+    pairs = [one + other for one, other in zip(sizes, [*sizes[1:], 0], strict=True)]
+    (at_tables, lookup), (at_layers, activations) = part.streamed
+    assert at_tables >= max(pairs[:first])
+    assert at_layers >= max(pairs[first:])
+    assert 0 < lookup < activations
+
+
+def test_a_full_size_text_encoder_takes_its_table_and_little_more(tmp_path: Path) -> None:
+    """Measured on an H200: 913 MiB, of which a VAE of 160 MiB that stayed beside it."""
+    header = "te-qwen3-4b--comfy-bf16"
+    path = write_checkpoint(recorded(header), tmp_path / "encoder.safetensors")
+    plan = slipcast.plan(path, device="cuda:9.0,140GiB", dtype="bfloat16")
+    part = part_of_plan("text_encoder", plan, Runtime(), Sampling(), SIZE)
+    beside = Part("vae", "vae", 167_666_902)
+    measured = 913 * 2**20
+    assert measured <= peak_of("streamed_encoders", (part, beside)) <= 1.1 * measured
+    assert peak_of("resident", (part, beside)) > part.weight_bytes + part.activation_bytes
 
 
 def plan_of(folder: Path, **settings: Any) -> Plan:

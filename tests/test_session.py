@@ -14,7 +14,7 @@ import torch
 
 from slipcast import Session
 from slipcast.engine.pipeline.generate import GenerationProgress
-from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.policy.sizes import AskedSize
 from slipcast.engine.session.bearing import WITHOUT_BEARING, bearing_settings
 from slipcast.registry.errors import Cancelled, CompanionError, DeviceError, HeaderError, SessionError, SettingsError
 from slipcast.registry.settings import resolve_settings, setting_names
@@ -219,7 +219,7 @@ def test_a_pipeline_that_does_not_serve_is_loaded_anew(session: Session, opener:
 
 def test_the_size_to_draw_is_validated(session: Session, opener: FakeOpener, tmp_path: Path) -> None:
     session.load(tmp_path / "a", size=(2048, 0))
-    assert opener.sizes == [ImageSize(2048, 1024)]
+    assert opener.sizes == [AskedSize(2048, 0)]
 
 
 def test_settings_of_the_session_are_below_those_of_a_load(opener: FakeOpener, tmp_path: Path) -> None:

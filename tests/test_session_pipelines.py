@@ -26,7 +26,7 @@ from slipcast.engine.check.torchvision_stand_in import torchvision_or_stand_in
 from slipcast.engine.pipeline.generate import GenerationProgress, generate
 from slipcast.engine.pipeline.request import GenerationRequest
 from slipcast.engine.policy.apply import Applied
-from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.policy.sizes import AskedSize
 from slipcast.engine.session.pipeline_opener import PipelineOpener
 from slipcast.registry.errors import Cancelled, CompanionError, DeviceError, SettingsError
 from slipcast.registry.settings import resolve_settings
@@ -202,14 +202,14 @@ def test_memory_of_the_present_pipeline_counts_as_free(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opener, settings = PipelineOpener(), resolve_settings(CPU).values
-    present = opener.validate(folders["z-image"], settings, ImageSize(*SIZE), None)
+    present = opener.validate(folders["z-image"], settings, AskedSize(*SIZE), None)
     policies = present.plan.policies
     free = policies.memory.peak_bytes + policies.snapshot.reserve - present.plan.nbytes
     full = replace(policies.snapshot, free=free)
     monkeypatch.setattr("slipcast.engine.session.pipeline_opener.take_snapshot", lambda *_: full)
     with pytest.raises(DeviceError, match="needs"):
-        opener.validate(folders["z-image"], settings, ImageSize(*SIZE), None)
-    again = opener.validate(folders["z-image"], settings, ImageSize(*SIZE), present)
+        opener.validate(folders["z-image"], settings, AskedSize(*SIZE), None)
+    again = opener.validate(folders["z-image"], settings, AskedSize(*SIZE), present)
     assert again.plan.policies.memory.tier == policies.memory.tier
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipcast.engine.policy.sizes import ImageSize, tokens
+from slipcast.engine.policy.sizes import AskedSize, ImageSize, tokens
 from slipcast.engine.policy.vae import VaeCosts, vae_ways
 from slipcast.registry.runtime import Sampling
 
@@ -53,8 +53,12 @@ def test_a_video_costs_the_frames_that_are_decoded_at_a_time() -> None:
 
 @pytest.mark.parametrize("given_", [None, 0, -1])
 def test_what_is_not_positive_counts_as_not_given(given_: int | None) -> None:
-    assert ImageSize.of(given_, given_, given_, given_) == ImageSize(1024, 1024, 1, 1)
-    assert ImageSize.of(512, given_) == ImageSize(512, 1024)
+    own = ImageSize(832, 480, 81)
+    assert AskedSize(given_, given_, given_).of(own, 16) == own
+    assert AskedSize(512, given_).of(own, 16) == ImageSize(512, 480, 81)
+    assert AskedSize(given_, 512, 5, picture=(333, 10)).of(own, 16) == ImageSize(320, 512, 5)
+    assert AskedSize(given_, given_, picture=(333, 10)).of(own, 16) == ImageSize(320, 16, 81)
+    assert AskedSize(picture=(333, 10)).of(own, None) == ImageSize(333, 10, 81)
 
 
 def test_tokens_cover_the_picture() -> None:

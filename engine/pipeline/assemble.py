@@ -11,6 +11,7 @@ import torch
 
 from slipcast.engine.build import model_class
 from slipcast.engine.loader import Progress
+from slipcast.engine.pipeline.apply_policies import apply_policies_
 from slipcast.engine.pipeline.chat_templates import check_chat_template
 from slipcast.engine.pipeline.classes import (
     is_modular,
@@ -22,7 +23,7 @@ from slipcast.engine.pipeline.classes import (
 from slipcast.engine.pipeline.dtypes import match_dtypes_
 from slipcast.engine.pipeline.inside import put_inside
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, PlannedPart
-from slipcast.engine.pipeline.policies import Policies, apply_policies_
+from slipcast.engine.pipeline.policies import Policies
 from slipcast.engine.pipeline.schedulers import make_scheduler
 from slipcast.engine.plan import Decision
 from slipcast.engine.planned_load import load_planned

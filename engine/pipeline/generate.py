@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from slipcast.engine.pipeline.apply_policies import refit_
 from slipcast.engine.pipeline.assemble import pipeline_record, same_parts
 from slipcast.engine.pipeline.classes import is_modular, pipeline_class
 from slipcast.engine.pipeline.finite import explained, watched
 from slipcast.engine.pipeline.interruption import interruptible, refuse_cancelled
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan
-from slipcast.engine.pipeline.policies import refit_
 from slipcast.engine.pipeline.request import GenerationRequest, refuse_no_multiple
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.registry.errors import SettingsError
@@ -90,14 +90,16 @@ def generate(
         CompanionError: slipcast did not make the pipeline.
         DeviceError: the size does not fit the device. Nothing was allocated for it.
     """
-    sampling = pipeline_record(pipe).plan.found.sampling
+    plan = pipeline_record(pipe).plan
+    sampling = plan.found.sampling
     if request.image is not None:
         pipe = image_pipeline(pipe)
-    shown = call_arguments(type(pipe), request, sampling)
-    refit_(pipe, drawn_size(pipe, shown), encodes=request.image is not None)
+    size = plan.drawn_size(request.size)
+    shown = call_arguments(type(pipe), request, sampling, size)
+    refit_(pipe, size, encodes=request.image is not None)
     arguments = {**shown, "prompt": request.prompt, "generator": torch.Generator("cpu").manual_seed(request.seed)}
     if request.image is not None:
-        arguments["image"] = _fitted(request.image, request, sampling)
+        arguments["image"] = _fitted(request.image, size)
     takes = _parameters(type(pipe))
     if "callback_on_step_end" in takes:
         arguments["callback_on_step_end"] = _reporting(progress, cancelled, shown.get("num_inference_steps", 0))
@@ -141,20 +143,6 @@ def _is_of_libraries(error: BaseException) -> bool:
     return bool(names) and names[-1] in ("diffusers", "transformers", "torch")
 
 
-def drawn_size(pipe: Any, arguments: Mapping[str, Any]) -> ImageSize:
-    """What a call draws: by its arguments, else by what the pipeline takes for them."""
-    own = {} if is_modular(type(pipe)) else inspect.signature(pipe.__call__).parameters
-    side = getattr(pipe, "default_sample_size", None)
-    side = side * getattr(pipe, "vae_scale_factor", 1) if isinstance(side, int) else None
-
-    def given(name: str, otherwise: int | None) -> int | None:
-        value = arguments.get(name)
-        default = own[name].default if value is None and name in own else value
-        return default if isinstance(default, int) else otherwise
-
-    return ImageSize.of(given("width", side), given("height", side), given("num_frames", None))
-
-
 def draws_several(plan: PipelinePlan, request: GenerationRequest) -> bool:
     """Whether a request is of several frames, as a pipeline of videos draws them unless it is asked for one."""
     takes = _parameters(pipeline_class(plan.pipeline if request.image is None else _of_images(plan)))
@@ -169,7 +157,7 @@ def check_request(plan: PipelinePlan, request: GenerationRequest) -> None:
     """
     sampling = plan.found.sampling
     kind = pipeline_class(plan.pipeline if request.image is None else _of_images(plan))
-    call_arguments(kind, request, sampling)
+    call_arguments(kind, request, sampling, plan.drawn_size(request.size))
 
 
 def image_pipeline(pipe: Any) -> Any:
@@ -195,13 +183,14 @@ def _of_images(plan: PipelinePlan) -> str:
     return sampling.image_to_image
 
 
-def call_arguments(kind: type, request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
+def call_arguments(kind: type, request: GenerationRequest, sampling: Sampling, size: ImageSize) -> dict[str, Any]:
     """The arguments of a pipeline's call that a request and the family's facts make, without prompt and seed.
 
     Args:
         kind: the pipeline's class.
         request: what is to be drawn.
         sampling: the family's facts.
+        size: what is drawn. The call is told all of it, so that nothing else is drawn than was planned.
 
     Raises:
         SettingsError: the size is no multiple of the family's, or the call has no such argument.
@@ -214,12 +203,17 @@ def call_arguments(kind: type, request: GenerationRequest, sampling: Sampling) -
     guidance = request.guidance if request.guidance is not None else sampling.guidance
     if guidance is not None and sampling.guidance_argument is not None:
         arguments[sampling.guidance_argument] = guidance
-    for name, pixels in _size(request, sampling).items():
-        if request.image is None or name in takes:
-            arguments[name] = pixels
-    for name, value in (("num_frames", request.frames), ("strength", request.strength)):
-        if value is not None:
-            arguments[name] = value
+    for name, asked, drawn in (
+        ("width", request.width, size.width),
+        ("height", request.height, size.height),
+        ("num_frames", request.frames, size.frames),
+    ):
+        if name != "num_frames" and asked is not None:
+            refuse_no_multiple(name, asked, sampling.size_multiple)
+        if name in takes or (asked is not None and (request.image is None or name == "num_frames")):
+            arguments[name] = drawn
+    if request.strength is not None:
+        arguments["strength"] = request.strength
     negative = request.negative_prompt if request.negative_prompt is not None else sampling.negative_prompt
     if negative is not None and (request.negative_prompt is not None or "negative_prompt" in takes):
         arguments["negative_prompt"] = negative
@@ -234,22 +228,9 @@ def call_arguments(kind: type, request: GenerationRequest, sampling: Sampling) -
     return arguments
 
 
-def _size(request: GenerationRequest, sampling: Sampling) -> dict[str, int]:
-    """Width and height that are asked for, or of the picture to start from."""
-    asked = {name: value for name in ("width", "height") if (value := getattr(request, name)) is not None}
-    multiple = sampling.size_multiple or 1
-    for name, pixels in asked.items():
-        refuse_no_multiple(name, pixels, multiple)
-    if request.image is None:
-        return {name: getattr(request.size, name) for name in ("width", "height")} if asked else {}
-    own = dict(zip(("width", "height"), request.image.size, strict=True))
-    return {name: asked.get(name) or max(own[name] // multiple, 1) * multiple for name in own}
-
-
-def _fitted(image: Any, request: GenerationRequest, sampling: Sampling) -> Any:
+def _fitted(image: Any, size: ImageSize) -> Any:
     """A picture in colours, of the size that is drawn."""
-    size = _size(request, sampling)
-    return image.convert("RGB").resize((size["width"], size["height"]))
+    return image.convert("RGB").resize((size.width, size.height))
 
 
 def _reporting(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,15 @@ from slipcast.engine.pipeline.classes import (
     takes_value,
 )
 from slipcast.engine.pipeline.inside import bytes_around
+from slipcast.engine.pipeline.own_size import own_size
 from slipcast.engine.pipeline.part_settings import companion_settings, denoiser_settings
-from slipcast.engine.pipeline.policies import Policies, decide_policies, with_lighter_weights
+from slipcast.engine.pipeline.policies import Policies, decide_policies, refit
+from slipcast.engine.pipeline.remedies import Decide, with_remedies
 from slipcast.engine.pipeline.schedulers import check_scheduler
 from slipcast.engine.plan import Decision, Plan
 from slipcast.engine.planner import make_plan
-from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.policy.memory import MemoryDecision
+from slipcast.engine.policy.sizes import AskedSize, ImageSize
 from slipcast.engine.policy.snapshot import Snapshot, take_snapshot
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.companions import Companion
@@ -107,7 +109,8 @@ class PipelinePlan:
         settings: what becomes of each setting that bears on the pipeline.
         device: torch's name of the device that it computes on.
         compute_dtype: torch's name of the dtype that the denoiser computes in.
-        policies: where its models lie, how its VAE runs, and what is done for speed.
+        policies: where its models lie, how its VAE runs, and what is done for speed; and for what size.
+        own_size: what it draws where nobody says.
     """
 
     found: FoundPipeline
@@ -119,6 +122,7 @@ class PipelinePlan:
     device: str
     compute_dtype: str
     policies: Policies
+    own_size: ImageSize
 
     @property
     def denoiser(self) -> PlannedPart:
@@ -130,8 +134,13 @@ class PipelinePlan:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts.values())
 
+    def drawn_size(self, asked: AskedSize) -> ImageSize:
+        """What is drawn where so much is asked for."""
+        return asked.of(self.own_size, self.found.sampling.size_multiple)
+
     def to_json(self) -> dict[str, Any]:
         """The contract of ``slipcast generate --dry-run --json``."""
+        size = self.policies.size
         return {
             "path": str(self.found.path),
             "family": self.found.family.id,
@@ -143,6 +152,7 @@ class PipelinePlan:
             "settings": {name: decision.model_dump() for name, decision in self.settings.items()},
             "device": self.device,
             "compute_dtype": self.compute_dtype,
+            "size": {"width": size.width, "height": size.height, "frames": size.frames},
             "bytes": self.nbytes,
             "placements": dict(self.policies.memory.placements),
             "device_peak": self.policies.memory.peak_bytes,
@@ -152,7 +162,7 @@ class PipelinePlan:
 def make_pipeline_plan(
     path: str | Path,
     settings: Settings,
-    size: ImageSize | None = None,
+    size: AskedSize | ImageSize | None = None,
     snapshot: Snapshot | None = None,
     *,
     found: FoundPipeline | None = None,
@@ -162,7 +172,7 @@ def make_pipeline_plan(
     Args:
         path: a denoiser's file or folder, a file of several models, or a pipeline's folder.
         settings: those of the denoiser; other models compute in its dtype and stay as quantised as their files.
-        size: what is to be drawn: one picture of 1024 x 1024 where it is None.
+        size: what is to be drawn: what the pipeline draws by itself where it is None, or in part.
         snapshot: the device's memory; None: as it is now.
         found: what ``find_pipeline`` found at the path, where it was asked already, which it can be without torch.
 
@@ -174,14 +184,99 @@ def make_pipeline_plan(
     found = found or find_pipeline(path, settings)
     device = resolve_device(settings.device)[0]
     snapshot = snapshot or take_snapshot(device, settings.device_reserve_mib)
-    planned = partial(_plan, found, size=size or ImageSize(), snapshot=snapshot)
+    return plan_found(found, settings, size or AskedSize(), snapshot)
+
+
+def plan_found(
+    found: FoundPipeline, settings: Settings, size: AskedSize | ImageSize, snapshot: Snapshot
+) -> PipelinePlan:
+    """Plan a pipeline whose parts are found; see ``make_pipeline_plan``."""
+    planned = _plan_parts(found, settings)
+    own = own_size(pipeline_class(found.pipeline), planned.denoiser.origin.config)
+    drawn = size if isinstance(size, ImageSize) else size.of(own, found.sampling.size_multiple)
+    encodes = isinstance(size, AskedSize) and size.picture is not None
+    placed, policies = _decided(found, planned, settings, drawn, snapshot, encodes=encodes)
+    denoiser = placed[found.denoiser.role]
+    return PipelinePlan(
+        found=found,
+        pipeline=found.pipeline,
+        arguments=FrozenMapping(planned.arguments),
+        parts=FrozenMapping(placed),
+        absent=found.absent,
+        settings=FrozenMapping({**_settings_of(denoiser), **policies.decisions}),
+        device=snapshot.device.name,
+        compute_dtype=planned.denoiser.compute_dtype,
+        policies=policies,
+        own_size=own,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The parts before it is decided where they lie."""
+
+    parts: Mapping[str, PlannedPart]
+    arguments: Mapping[str, Any]
+    denoiser: Plan
+
+
+def _decided(
+    found: FoundPipeline, planned: _Planned, settings: Settings, size: ImageSize, snapshot: Snapshot, *, encodes: bool
+) -> tuple[dict[str, PlannedPart], Policies]:
+    """What is decided of the parts.
+
+    Raises:
+        DeviceError: nothing fits; it names what would.
+    """
+    known = {_weights(settings): planned}
     try:
-        return planned(settings)
+        return _decide(found, planned, settings, size, snapshot, encodes=encodes)
     except DeviceError as refusal:
-        raise with_lighter_weights(refusal, settings, lambda lighter: planned(lighter).policies.memory) from None
+        decide = other_decisions(found, snapshot, encodes=encodes, known=known)
+        raise with_remedies(refusal, settings, size, found.sampling.size_multiple, decide) from None
 
 
-def _plan(found: FoundPipeline, settings: Settings, *, size: ImageSize, snapshot: Snapshot) -> PipelinePlan:
+def _decide(
+    found: FoundPipeline, planned: _Planned, settings: Settings, size: ImageSize, snapshot: Snapshot, *, encodes: bool
+) -> tuple[dict[str, PlannedPart], Policies]:
+    placed, policies = decide_policies(planned.parts, found.sampling, settings, size, snapshot)
+    if encodes:
+        refit(policies, planned.parts, found.sampling, size, snapshot, encodes=True)
+    return placed, policies
+
+
+def other_decisions(
+    found: FoundPipeline,
+    snapshot: Snapshot,
+    *,
+    encodes: bool,
+    known: dict[tuple[Any, ...], _Planned] | None = None,
+) -> Decide:
+    """What would be decided on the memory of a pipeline with other settings and of other sizes.
+
+    Args:
+        found: the pipeline's parts.
+        snapshot: the device without the pipeline.
+        encodes: whether a picture is encoded as well.
+        known: the parts' plans by the settings that bear on them; what is added is kept there.
+    """
+    known = {} if known is None else known
+
+    def decide(other: Settings, size: ImageSize) -> MemoryDecision:
+        key = _weights(other)
+        if key not in known:
+            known[key] = _plan_parts(found, other)
+        return _decide(found, known[key], other, size, snapshot, encodes=encodes)[1].memory
+
+    return decide
+
+
+def _weights(settings: Settings) -> tuple[Any, ...]:
+    """The settings that make other weights of the same parts."""
+    return settings.fp8, settings.text_encoder, settings.speed, settings.compile
+
+
+def _plan_parts(found: FoundPipeline, settings: Settings) -> _Planned:
     kind = pipeline_class(found.pipeline)
     first = found.denoiser
     denoiser = make_plan(_match(first), denoiser_settings(settings, first), others=first.beside)
@@ -190,18 +285,7 @@ def _plan(found: FoundPipeline, settings: Settings, *, size: ImageSize, snapshot
         parts[part.role] = _plan_part(part, settings, denoiser)
     arguments = _arguments(kind, found)
     _refuse_unknown(kind, found, arguments)
-    placed, policies = decide_policies(parts, found.sampling, settings, size, snapshot)
-    return PipelinePlan(
-        found=found,
-        pipeline=found.pipeline,
-        arguments=FrozenMapping(arguments),
-        parts=FrozenMapping(placed),
-        absent=found.absent,
-        settings=FrozenMapping({**_settings_of(placed[first.role]), **policies.decisions}),
-        device=snapshot.device.name,
-        compute_dtype=denoiser.compute_dtype,
-        policies=policies,
-    )
+    return _Planned(parts, arguments, denoiser)
 
 
 def _settings_of(denoiser: PlannedPart) -> dict[str, Decision]:

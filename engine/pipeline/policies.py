@@ -1,35 +1,33 @@
-"""Brings a pipeline's parts before the policies, and what they decide into the plan."""
+"""Brings a pipeline's parts before the policies, and what they decide into the plan. Pure: nothing is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from slipcast.engine.build import build_on_meta
 from slipcast.engine.plan import Decision, Plan
 from slipcast.engine.policy.activations import vae_bytes_per_pixel
-from slipcast.engine.policy.apply import Applied, apply_speed_, apply_vae_, place_
 from slipcast.engine.policy.memory import MemoryDecision, Part, decide_memory, first_fitting
 from slipcast.engine.policy.parts import denoises, part_of_plan
 from slipcast.engine.policy.sizes import ImageSize
-from slipcast.engine.policy.snapshot import Snapshot, take_snapshot
-from slipcast.engine.policy.speed import SpeedDecision, decide_speed, is_gguf, without_compile
+from slipcast.engine.policy.snapshot import Snapshot
+from slipcast.engine.policy.speed import SpeedDecision, compiled_by_speed, decide_speed
 from slipcast.engine.policy.text_encoder import decide_text_encoder
 from slipcast.engine.policy.vae import VaeCosts, VaeWay, vae_ways
 from slipcast.engine.policy.vae_calls import can_slice, set_tile_side_
-from slipcast.registry.errors import DeviceError
 from slipcast.registry.frozen import FrozenMapping
-from slipcast.registry.runtime import Runtime, Sampling
+from slipcast.registry.runtime import Sampling
 from slipcast.registry.settings import Settings
 
 if TYPE_CHECKING:
-    from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, PlannedPart
+    from slipcast.engine.pipeline.pipeline_plan import PlannedPart
 
-_VAE = "vae"
-_ON_GPU = "weights are GGUF: with speed={speed} only the VAE's decode is compiled"
+VAE_ROLE = "vae"
+"""Every pipeline's name of its VAE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,7 @@ class Policies:
         settings: those of the call.
         size: what it was decided for.
         snapshot: the device as it was.
+        parts: the models as the memory policy saw them, at that size.
         memory: where the models lie, and how the VAE decodes.
         encode: how the VAE encodes; None where it has none, or where no way fits.
         vae: the VAE's facts; None where the pipeline has none.
@@ -67,6 +66,7 @@ class Policies:
     settings: Settings
     size: ImageSize
     snapshot: Snapshot
+    parts: tuple[Part, ...]
     memory: MemoryDecision
     encode: VaeWay | None
     vae: VaeFacts | None
@@ -92,9 +92,9 @@ def decide_policies(
     Raises:
         DeviceError: nothing fits. Nothing was loaded, moved or allocated for it.
     """
-    parts = dict(_compiling(parts, settings))
+    parts = dict(_compiling(parts, sampling, settings))
     known = policy_parts(parts, sampling, size)
-    facts = _vae_facts(parts[_VAE], settings) if _VAE in parts else None
+    facts = _vae_facts(parts[VAE_ROLE], settings) if VAE_ROLE in parts else None
     ways = _ways(facts, "decode", size, settings)
     memory = decide_memory(snapshot, known, settings.memory, ways)
     encode = first_fitting(snapshot, known, memory.tier, _ways(facts, "encode", size, settings))
@@ -102,7 +102,8 @@ def decide_policies(
         settings.speed,
         snapshot.device,
         {role: part.plan for role, part in parts.items() if part.plan is not None and denoises(role, sampling)},
-        parts[_VAE].plan if facts is not None else None,
+        parts[VAE_ROLE].plan if facts is not None else None,
+        compile_=settings.compile,
         room=snapshot.budget - memory.peak_bytes,
         resident=memory.tier == "resident",
     )
@@ -111,7 +112,7 @@ def decide_policies(
     encoders = {role: part.plan for role, part in parts.items() if _encodes(role)}
     decisions["text_encoder"] = decide_text_encoder(settings.text_encoder, encoders)
     decisions["speed"] = speed.decision
-    policies = Policies(settings, size, snapshot, memory, encode, facts, speed, FrozenMapping(decisions))
+    policies = Policies(settings, size, snapshot, known, memory, encode, facts, speed, FrozenMapping(decisions))
     return {role: _where_loaded(part, memory) for role, part in parts.items()}, policies
 
 
@@ -138,7 +139,7 @@ def refit(
         DeviceError: it does not fit. Nothing was allocated for it.
     """
     settings = policies.settings
-    known = policy_parts(parts, sampling, size)
+    known = policies.parts if size == policies.size else policy_parts(parts, sampling, size)
     ways = _ways(policies.vae, "decode", size, settings)
     memory = decide_memory(snapshot, known, settings.memory, ways, placed=policies.memory.tier)
     encode_ways = _ways(policies.vae, "encode", size, settings)
@@ -147,141 +148,23 @@ def refit(
         decide_memory(snapshot, known, settings.memory, encode_ways, placed=policies.memory.tier)
     decisions = {**policies.decisions, **vae_decisions(settings, policies.vae, memory.vae, encode)}
     return replace(
-        policies, size=size, snapshot=snapshot, memory=memory, encode=encode, decisions=FrozenMapping(decisions)
+        policies,
+        size=size,
+        snapshot=snapshot,
+        parts=known,
+        memory=memory,
+        encode=encode,
+        decisions=FrozenMapping(decisions),
     )
 
 
-def with_lighter_weights(
-    refusal: DeviceError, settings: Settings, planned: Callable[[Settings], MemoryDecision]
-) -> DeviceError:
-    """A refusal that names the settings with which the pipeline fits all the same, where there are such.
-
-    Args:
-        refusal: what was said of these settings.
-        settings: those that do not fit.
-        planned: decides on the memory with other settings, or raises DeviceError.
-    """
-    now = {"memory": settings.memory, "text_encoder": settings.text_encoder, "fp8": settings.fp8.mode}
-    for names in _LIGHTER:
-        changed = {name: value for name, value in names.items() if value != now[name]}
-        fp8 = settings.fp8.model_copy(update={"mode": changed.get("fp8", settings.fp8.mode)})
-        try:
-            memory = planned(settings.model_copy(update={**changed, "fp8": fp8}))
-        except DeviceError:
-            continue
-        given = " ".join(f"{name}={value}" for name, value in changed.items())
-        hint = f"set {given}, which takes {memory.peak_bytes / 2**20:,.0f} MiB"
-        return DeviceError(refusal.found, expected=refusal.expected, hint=hint, path=refusal.path, items=refusal.items)
-    return refusal
-
-
-_LIGHTER: tuple[dict[str, Any], ...] = (
-    {"memory": "auto"},
-    {"text_encoder": "fp8"},
-    {"memory": "auto", "text_encoder": "fp8"},
-    {"memory": "auto", "text_encoder": "fp8", "fp8": "storage"},
-    {"memory": "auto", "text_encoder": "nvfp4", "fp8": "storage"},
-)
-"""What makes a pipeline lighter, what changes least first."""
-
-
-def apply_policies_(pipe: Any, plan: PipelinePlan) -> Applied:
-    """Do to a pipeline what its plan decided.
-
-    Should it fail, global flags are restored.
-
-    Args:
-        pipe: just put together, its models where the plan had them loaded.
-        plan: of the pipeline.
-
-    """
-    policies, sampling = plan.policies, plan.found.sampling
-    tf32, decoder = apply_speed_(pipe, policies.speed)
-    try:
-        visitors = place_(pipe, policies.memory, torch.device(plan.device), dict(_runtimes(plan.parts)), sampling)
-        calls = None
-        if policies.vae is not None:
-            tile_size = policies.settings.vae.tile_size
-            way = policies.memory.vae
-            calls = apply_vae_(pipe.components[_VAE], policies.encode, way, tile_size, visitors.get(_VAE))
-    except BaseException:
-        if tf32 is not None:
-            tf32.release()
-        raise
-    if tf32 is not None:
-        tf32.until_gone(pipe.components[sampling.denoiser])
-    return Applied(calls, tf32, decoder)
-
-
-def refit_(pipe: Any, size: ImageSize, *, encodes: bool = False, snapshot: Snapshot | None = None) -> None:
-    """Let a pipeline draw another size than it was planned for, if that fits: its VAE may have to tile for it.
-
-    Args:
-        pipe: what ``assemble`` returned.
-        size: what is drawn next.
-        encodes: whether a picture is encoded as well.
-        snapshot: the device's memory with nothing of the pipeline on it; None: as it is now.
-
-    Raises:
-        DeviceError: it does not fit, with both numbers. Nothing was changed or allocated for it.
-        CompanionError: slipcast did not make the pipeline.
-    """
-    from slipcast.engine.pipeline.assemble import pipeline_record
-
-    record = pipeline_record(pipe)
-    plan, policies = record.plan, record.policies
-    if snapshot is None:
-        snapshot = _without_own(
-            take_snapshot(policies.snapshot.device, policies.settings.device_reserve_mib), plan, pipe
-        )
-    policies = refit(policies, plan.parts, plan.found.sampling, size, snapshot, encodes=encodes)
-    record.policies = policies
-    record.status.update(policies.decisions)
-    if record.applied.vae_calls is not None:
-        record.applied.vae_calls.ways = {"encode": policies.encode, "decode": policies.memory.vae}
-
-
-def adjust_(pipe: Any, plan: PipelinePlan) -> None:
-    """Lay the settings of its VAE on a pipeline that is there, by another plan of the same parts.
-
-    Args:
-        pipe: what ``assemble`` returned.
-        plan: made with the settings that it shall have.
-
-    Raises:
-        DeviceError: with the models where they lie, that does not fit at the plan's size.
-        CompanionError: slipcast did not make the pipeline.
-    """
-    from slipcast.engine.pipeline.assemble import pipeline_record
-
-    record, wanted = pipeline_record(pipe), plan.policies
-    part = plan.parts.get(_VAE)
-    if part is not None and part.plan is not None:
-        like = build_on_meta(part.plan.origin.model, part.plan.origin.config)
-        set_tile_side_(like, wanted.settings.vae.tile_size)
-        for name, value in vars(like).items():
-            if name.startswith("tile_"):
-                setattr(pipe.components[_VAE], name, value)
-    record.policies = replace(record.policies, settings=wanted.settings, vae=wanted.vae)
-    refit_(pipe, wanted.size)
-
-
-def _without_own(snapshot: Snapshot, plan: PipelinePlan, pipe: Any) -> Snapshot:
-    """The device as it would be without the pipeline's own weights on it."""
-    models = [pipe.components[role] for role in plan.policies.memory.placements]
-    held = {
-        tensor.untyped_storage().data_ptr(): tensor.nbytes
-        for model in models
-        for tensor in (*model.parameters(), *model.buffers())
-        if tensor.device == torch.device(plan.device)
-    }
-    if snapshot.unified:  # a view of the mapped file is no memory of the pipeline's own
-        return replace(
-            snapshot,
-            free=snapshot.free
-            + sum(part.weight_bytes for part in policy_parts(plan.parts, plan.found.sampling, ImageSize())),
-        )
-    return replace(snapshot, free=min(snapshot.free + sum(held.values()), snapshot.total))
+def is_hindered(policies: Policies) -> bool:
+    """Whether the VAE would run otherwise if more memory were free."""
+    return any(
+        ways and ways[0] != chosen
+        for call, chosen in (("decode", policies.memory.vae), ("encode", policies.encode))
+        if (ways := _ways(policies.vae, call, policies.size, policies.settings))
+    )
 
 
 def policy_parts(parts: Mapping[str, PlannedPart], sampling: Sampling, size: ImageSize) -> tuple[Part, ...]:
@@ -299,26 +182,22 @@ def _policy_parts(parts: Mapping[str, PlannedPart], sampling: Sampling, size: Im
             around = part.nbytes - part.plan.bytes.resident
             yield replace(known, weight_bytes=known.weight_bytes + around)
         else:
-            kind = "text_encoder" if _encodes(role) else "vae" if role == _VAE else "other"
+            kind = "text_encoder" if _encodes(role) else "vae" if role == VAE_ROLE else "other"
             yield Part(role, kind, part.nbytes, measured=kind == "other")  # type: ignore[arg-type]
-
-
-def _runtimes(parts: Mapping[str, PlannedPart]) -> Iterator[tuple[str, Runtime]]:
-    for role, part in parts.items():
-        if part.companion.match is not None:
-            yield role, part.companion.match.family.runtime
 
 
 def _encodes(role: str) -> bool:
     return role.startswith("text_encoder")
 
 
-def _compiling(parts: Mapping[str, PlannedPart], settings: Settings) -> Iterator[tuple[str, PlannedPart]]:
-    """The parts, without the compilation that speed asked for where the weights turned out to be GGUF."""
+def _compiling(
+    parts: Mapping[str, PlannedPart], sampling: Sampling, settings: Settings
+) -> Iterator[tuple[str, PlannedPart]]:
+    """The parts, of which the denoisers say so where the speed decides what is compiled."""
+    by_speed = settings.speed != "off" and settings.compile == "auto"
     for role, part in parts.items():
-        asked = settings.speed != "off" and settings.compile == "off"
-        if asked and part.plan is not None and part.plan.compiled and is_gguf(part.plan):
-            yield role, replace(part, plan=without_compile(part.plan, _ON_GPU.format(speed=settings.speed)))
+        if by_speed and part.plan is not None and denoises(role, sampling):
+            yield role, replace(part, plan=compiled_by_speed(part.plan, settings.speed))
         else:
             yield role, part
 

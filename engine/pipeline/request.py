@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.policy.sizes import AskedSize
 from slipcast.registry.errors import SettingsError
 from slipcast.registry.validation import did_you_mean, shown
 
@@ -35,7 +35,7 @@ class GenerationRequest:
         guidance: strength of guidance, finite and not negative.
         seed: of the noise, from 0 to 2**63 - 1.
         width: in pixels, a multiple of the family's; one that is not positive counts as None.
-        height: likewise. Where one of the two is None, it is 1024.
+        height: likewise. Where one of the two is None, it is the picture's to start from, or the pipeline's own.
         frames: number of frames of a video.
         image: a PIL picture to start from.
         strength: how far to go from it, above 0 and up to 1.
@@ -76,9 +76,10 @@ class GenerationRequest:
             )
 
     @property
-    def size(self) -> ImageSize:
-        """What is planned for: what is not asked for is the default."""
-        return ImageSize.of(self.width, self.height, self.frames)
+    def size(self) -> AskedSize:
+        """What is asked for, of which a plan makes what is drawn."""
+        picture = None if self.image is None else (self.image.width, self.image.height)
+        return AskedSize(self.width, self.height, self.frames, picture)
 
 
 _OPEN = "open the file with PIL.Image.open"
@@ -102,7 +103,7 @@ def make_request(**asked: Any) -> GenerationRequest:
     return GenerationRequest(**asked)
 
 
-def checked_size(size: Any) -> ImageSize:
+def checked_size(size: Any) -> AskedSize:
     """The size that a pair of width and height in pixels gives; one that is not positive counts as not given.
 
     Raises:
@@ -111,7 +112,7 @@ def checked_size(size: Any) -> ImageSize:
     if not isinstance(size, tuple | list) or len(size) != 2:
         raise _wrong("size", size, "a pair of width and height in pixels, as (1024, 768)")
     width, height = (_whole(name, side) for name, side in zip(("width", "height"), size, strict=True))
-    return ImageSize.of(width, height)
+    return AskedSize(width, height)
 
 
 def refuse_no_multiple(name: str, pixels: int, multiple: int | None) -> None:

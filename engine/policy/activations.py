@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,11 @@ def encoder_bytes(plan: Plan, runtime: Runtime, size: ImageSize) -> tuple[int, b
     per_token = runtime.activation_bytes_per_token
     each = _coefficient(plan, "text_encoder") if per_token is None else per_token * _item_size(plan) / 2
     return round(each * TEXT_TOKENS * size.batch) + dequantised_bytes(plan), per_token is not None
+
+
+def lookup_bytes(plan: Plan, widths: Sequence[int], size: ImageSize) -> int:
+    """Peak of a text encoder's activations in bytes while it looks its input up: a row for each token, and a copy."""
+    return 2 * TEXT_TOKENS * size.batch * sum(widths) * _item_size(plan)
 
 
 def vae_bytes_per_pixel(runtime: Runtime | None, item_size: int) -> tuple[float, float, bool]:

@@ -42,6 +42,8 @@ class Part:
         weight_bytes: of its parameters and buffers.
         block_bytes: of each block that can be streamed by itself; empty where none can.
         activation_bytes: the peak of its activations at the size that is asked for; of a VAE its ways say more.
+        table_bytes: of each streamed table from which the model looks up its input, before any other layer works.
+        lookup_bytes: the peak of activations while it does.
         measured: whether somebody measured what its activations take; else they are put high.
     """
 
@@ -51,12 +53,25 @@ class Part:
     block_bytes: tuple[int, ...] = ()
     activation_bytes: int = 0
     measured: bool = True
+    table_bytes: tuple[int, ...] = ()
+    lookup_bytes: int = 0
 
     @property
-    def streamed_bytes(self) -> int:
-        """Bytes on the device while its blocks are streamed: what is in no block, and two of the largest blocks."""
-        at_once = sum(sorted(self.block_bytes)[-_BLOCKS_AT_ONCE:])
-        return self.weight_bytes - sum(self.block_bytes) + at_once
+    def streamed(self) -> tuple[tuple[int, int], ...]:
+        """Bytes of weights on the device and of activations, in each phase while its blocks are streamed.
+
+        What is in no block lies there throughout; blocks come in pairs. A table is gone before layers have much to
+        keep, so that beside it lie what was looked up and, at most, the largest layer.
+        """
+        kept = self.weight_bytes - sum(self.block_bytes) - sum(self.table_bytes)
+        blocks = kept + _pair(self.block_bytes), self.activation_bytes
+        if not self.table_bytes:
+            return (blocks,)
+        return (kept + _pair((*self.table_bytes, *self.block_bytes)), self.lookup_bytes), blocks
+
+
+def _pair(sizes: Sequence[int]) -> int:
+    return sum(sorted(sizes)[-_BLOCKS_AT_ONCE:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +141,16 @@ def peak_of(tier: Tier, parts: Sequence[Part], vae: VaeWay | None = None) -> int
     staying = sum(part.weight_bytes for part in parts if placed[part.role] == "resident")
     working = 0
     for part in parts:
-        working = max(working, sum(_working(part, placed[part.role], vae)))
+        working = max(working, *map(sum, _phases(part, placed[part.role], vae)))
     return staying + working
 
 
-def _working(part: Part, placement: Placement, vae: VaeWay | None) -> tuple[int, int]:
-    """Bytes of weights that come to the device for a part that works, and of its activations."""
-    own = {"resident": 0, "streamed": part.streamed_bytes}.get(placement, part.weight_bytes)
-    return own, vae.activation_bytes if part.kind == "vae" and vae is not None else part.activation_bytes
+def _phases(part: Part, placement: Placement, vae: VaeWay | None) -> tuple[tuple[int, int], ...]:
+    """Bytes of weights that come to the device for a part that works, and of its activations, one after another."""
+    if placement == "streamed":
+        return part.streamed
+    activations = vae.activation_bytes if part.kind == "vae" and vae is not None else part.activation_bytes
+    return ((0 if placement == "resident" else part.weight_bytes, activations),)
 
 
 def _placements(tier: Tier, parts: Sequence[Part]) -> Iterator[tuple[str, Placement]]:
@@ -176,44 +193,15 @@ def _not_measured(parts: Sequence[Part]) -> str:
 def _too_large(
     snapshot: Snapshot, parts: Sequence[Part], mode: Mode, vae_ways: Sequence[VaeWay], tiers: Sequence[Tier]
 ) -> DeviceError:
-    """The refusal, with the setting that would make it fit."""
-    needed, tier = _least(tiers, parts, vae_ways)
-    anywhere, other = _least(_tiers(snapshot, "auto"), parts, vae_ways)
-    share = max(_share(snapshot.budget, each, parts, way) for each in tiers for way in vae_ways or (None,))
-    if anywhere <= snapshot.budget:
-        again = "" if mode != "auto" else "load the pipeline again with "
-        hint = f"{again or 'set '}memory=auto: {_SAYS[other]}, which takes {_mib(anywhere)}"
-    elif percent := int(100 * share):
-        hint = f"ask for {percent} % of the pixels, over all pictures drawn at a time: the weights fit"
-    elif share > 0:
-        hint = "ask for a smaller size: the weights fit, and the activations of less than 1 % of the pixels"
-    else:
-        hint = "keep the weights in fewer bytes (fp8=storage, text_encoder=fp8), or take a smaller model"
+    """The refusal, with both numbers; who knows the whole pipeline names the settings that would make it fit."""
+    needed, tier = min((peak_of(tier, parts, way), tier) for tier in tiers for way in vae_ways or (None,))
     return DeviceError(
         f"a pipeline that needs {_mib(needed)} at its peak with memory={mode} ({_SAYS[tier]})",
         expected=f"at most {_mib(snapshot.budget)}: {_mib(snapshot.free)} are free on {snapshot.device.label}, "
         f"{_mib(snapshot.reserve)} of them are left alone",
-        hint=hint,
+        hint="keep the weights in fewer bytes, ask for a smaller size, or take a device with more memory",
         items=(f"{part.role}: {_mib(part.weight_bytes)} of weights" for part in parts),
     )
-
-
-def _least(tiers: Sequence[Tier], parts: Sequence[Part], vae_ways: Sequence[VaeWay]) -> tuple[int, Tier]:
-    return min((peak_of(tier, parts, way), tier) for tier in tiers for way in vae_ways or (None,))
-
-
-def _share(budget: int, tier: Tier, parts: Sequence[Part], vae: VaeWay | None) -> float:
-    """By how much the activations would have to shrink for a tier to fit; 0 where the weights alone do not."""
-    placed = dict(_placements(tier, parts))
-    left = budget - sum(part.weight_bytes for part in parts if placed[part.role] == "resident")
-    shares = []
-    for part in parts:
-        own, activations = _working(part, placed[part.role], vae)
-        if own > left:
-            return 0
-        if activations:
-            shares.append((left - own) / activations)
-    return min(shares, default=0)
 
 
 def _mib(nbytes: int) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from slipcast.engine.build import build_on_meta
 from slipcast.engine.plan import Plan, Stored, Target
-from slipcast.engine.policy.activations import denoiser_bytes, encoder_bytes
+from slipcast.engine.policy.activations import denoiser_bytes, encoder_bytes, lookup_bytes
 from slipcast.engine.policy.memory import Part
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.registry.runtime import Offload, Runtime, Sampling
@@ -42,10 +42,27 @@ def part_of_plan(role: str, plan: Plan, runtime: Runtime, sampling: Sampling, si
         activations, measured = denoiser_bytes(plan, runtime, sampling, size)
         return Part(role, "denoiser", sum(sizes.values()), _grouped(sizes, names), activations, measured)
     if role.startswith("text_encoder"):
-        names = streamed_paths(role, build_on_meta(plan.origin.model, plan.origin.config), runtime, sampling)
-        activations, measured = encoder_bytes(plan, runtime, size)
-        return Part(role, "text_encoder", sum(sizes.values()), _grouped(sizes, names), activations, measured)
+        return _text_encoder(role, plan, runtime, sampling, size, sizes)
     return Part(role, "vae" if role == "vae" else "other", sum(sizes.values()))
+
+
+def _text_encoder(
+    role: str, plan: Plan, runtime: Runtime, sampling: Sampling, size: ImageSize, sizes: dict[str, int]
+) -> Part:
+    model = build_on_meta(plan.origin.model, plan.origin.config)
+    tables = tables_of(model)
+    layers = [name for name in streamed_paths(role, model, runtime, sampling) if name not in tables]
+    activations, measured = encoder_bytes(plan, runtime, size)
+    return Part(
+        role,
+        "text_encoder",
+        sum(sizes.values()),
+        _grouped(sizes, layers),
+        activations,
+        measured,
+        table_bytes=_grouped(sizes, tables),
+        lookup_bytes=lookup_bytes(plan, [tables[name] for name in tables], size),
+    )
 
 
 def denoises(role: str, sampling: Sampling) -> bool:
@@ -76,6 +93,15 @@ def blocks_of(model: nn.Module, offload: Offload) -> tuple[str, ...]:
 def layers_of(model: nn.Module) -> tuple[str, ...]:
     """Paths of the layers that come one by one where a model is not streamed by blocks."""
     return tuple(name for name, module in model.named_modules() if isinstance(module, STREAMED_LAYERS))
+
+
+def tables_of(model: nn.Module) -> dict[str, int]:
+    """Path -> width of the tables that a text encoder looks its input up in: those outside its repeated blocks."""
+    return {
+        name: module.embedding_dim
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and not any(part.isdecimal() for part in name.split("."))
+    }
 
 
 def stored_bytes(plan: Plan) -> dict[str, int]:

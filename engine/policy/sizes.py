@@ -27,21 +27,50 @@ class ImageSize:
     frames: int = 1
     batch: int = 1
 
-    @classmethod
-    def of(
-        cls, width: int | None, height: int | None, frames: int | None = None, batch: int | None = None
-    ) -> ImageSize:
-        """The size of a request. What is not given, or not positive, is the default."""
-
-        def given(value: int | None, default: int) -> int:
-            return value if value is not None and value > 0 else default
-
-        return cls(given(width, DEFAULT_SIDE), given(height, DEFAULT_SIDE), given(frames, 1), given(batch, 1))
-
     @property
     def pixels(self) -> int:
         """Pixels of one picture or of one video, all frames together."""
         return self.width * self.height * self.frames
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSize:
+    """What somebody asks for; what is None, or not positive, is left to the picture to start from, then the pipeline.
+
+    Attributes:
+        width: in pixels.
+        height: in pixels.
+        frames: of a video.
+        picture: width and height of a picture to start from.
+    """
+
+    width: int | None = None
+    height: int | None = None
+    frames: int | None = None
+    picture: tuple[int, int] | None = None
+
+    def of(self, own: ImageSize, multiple: int | None) -> ImageSize:
+        """What is drawn. A plan and a generation both ask here, so that the one counts what the other draws.
+
+        Args:
+            own: what the pipeline draws by itself.
+            multiple: pixels of which the family's widths and heights are multiples; the picture is rounded down to it.
+        """
+        width, height = self.picture or (None, None)
+        return ImageSize(
+            _positive(self.width) or _rounded(width, multiple or 1) or own.width,
+            _positive(self.height) or _rounded(height, multiple or 1) or own.height,
+            _positive(self.frames) or own.frames,
+            own.batch,
+        )
+
+
+def _positive(value: int | None) -> int | None:
+    return value if value is not None and value > 0 else None
+
+
+def _rounded(pixels: int | None, multiple: int) -> int | None:
+    return None if pixels is None else max(pixels // multiple, 1) * multiple
 
 
 def tokens(size: ImageSize, sampling: Sampling) -> int:

@@ -41,13 +41,16 @@ class Snapshot:
         return max(0, self.free - self.reserve)
 
 
-def take_snapshot(device: Device, reserve_mib: int) -> Snapshot:
+def take_snapshot(device: Device, reserve_mib: int, *, collect: bool = True) -> Snapshot:
     """Look at a device.
 
     Args:
         device: the device; of one that is only described all memory is free.
         reserve_mib: what to leave alone at least, in MiB: the setting ``device_reserve_mib``.
+        collect: whether tensors that nobody can reach are let go of first, which takes long; else they count as used.
     """
+    if collect:
+        gc.collect()
     free, total, unified = _memory(device)
     return Snapshot(device, total, free, reserve_of(total, reserve_mib), unified)
 
@@ -62,7 +65,6 @@ def _memory(device: Device) -> tuple[int, int, bool]:
     if not device.present:
         return device.memory or 0, device.memory or 0, False
     if device.kind == "cuda":
-        gc.collect()
         free, total = torch.cuda.mem_get_info(device.torch_device)
         held = torch.cuda.memory_reserved(device.torch_device) - torch.cuda.memory_allocated(device.torch_device)
         integrated = torch.cuda.get_device_properties(device.torch_device).is_integrated

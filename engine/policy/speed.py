@@ -36,12 +36,19 @@ class SpeedDecision:
 
 
 def compile_request(speed: Mode, compile_: str, device: Device) -> str:
-    """What a denoiser is planned with as ``compile``: that setting, or blocks where the speed takes them on a GPU."""
-    return "blocks" if speed != "off" and compile_ == "off" and device.kind != "cpu" else compile_
+    """What a denoiser is planned with as ``compile``: that setting; for auto blocks where speed takes them on a GPU."""
+    return "blocks" if speed != "off" and compile_ == "auto" and device.kind != "cpu" else compile_
 
 
 def decide_speed(
-    mode: Mode, device: Device, denoisers: Mapping[str, Plan], vae: Plan | None, *, room: int, resident: bool
+    mode: Mode,
+    device: Device,
+    denoisers: Mapping[str, Plan],
+    vae: Plan | None,
+    *,
+    compile_: str = "auto",
+    room: int,
+    resident: bool,
 ) -> SpeedDecision:
     """What is done for speed, after the placement is decided.
 
@@ -50,20 +57,24 @@ def decide_speed(
         device: what the pipeline computes on.
         denoisers: role -> plan, with ``compile`` decided.
         vae: the VAE's plan, if slipcast loads it.
+        compile_: the setting ``compile``, which wins over the speed where it is not auto.
         room: bytes of the device that are left at the peak.
         resident: whether all stays on the device.
     """
+    compiled = any(plan.compiled for plan in denoisers.values())
     if mode == "off":
-        off = Decision(requested="off", engaged="off", reason="as requested: the bits of the plain pipeline")
+        plain = f"blocks are compiled, as compile={compile_} asks for" if compiled else "the bits of the plain pipeline"
+        off = Decision(requested="off", engaged="off", reason=f"as requested: {plain}")
         return SpeedDecision(False, False, (), False, off)
     done: list[str] = []
     why: list[str] = []
     flat = vae is not None and all(len(target.shape) != 5 for target in vae.targets)
     _note(flat, "channels-last VAE", "the VAE convolves in three dimensions, or its own library loads it", done, why)
     gguf = any(is_gguf(plan) for plan in denoisers.values())
-    compiled = any(plan.compiled for plan in denoisers.values())
-    decode = gguf and not compiled and vae is not None and device.kind != "cpu"
-    if decode:
+    decode = gguf and not compiled and vae is not None and device.kind != "cpu" and compile_ == "auto"
+    if compile_ == "off":
+        why.append("nothing is compiled, as compile=off was requested, which wins over speed")
+    elif decode:
         done.append("compiled decode")
         why.append("the weights are GGUF, whose blocks are not compiled")
     else:
@@ -86,10 +97,18 @@ def is_gguf(plan: Plan) -> bool:
     return "gguf" in plan.precisions
 
 
-def without_compile(plan: Plan, reason: str) -> Plan:
-    """A plan whose blocks are not compiled after all."""
-    decision = plan.settings["compile"].model_copy(update={"engaged": "off", "reason": reason})
-    return plan.model_copy(update={"compiled": (), "settings": {**plan.settings, "compile": decision}})
+def compiled_by_speed(plan: Plan, speed: Mode) -> Plan:
+    """A denoiser's plan that leaves compilation to the speed: it says so, and compiles no blocks of GGUF."""
+    found = plan.settings["compile"]
+    if plan.compiled and is_gguf(plan):
+        why = f"weights are GGUF: with speed={speed} only the VAE's decode is compiled"
+        plan, engaged = plan.model_copy(update={"compiled": ()}), "off"
+    elif found.requested == "auto":
+        why, engaged = f"speed={speed} compiles blocks on a GPU alone", "off"
+    else:
+        why, engaged = f"by speed={speed}: {found.reason.removeprefix('as requested: ')}", found.engaged
+    decision = Decision(requested="auto", engaged=engaged, reason=why)
+    return plan.model_copy(update={"settings": {**plan.settings, "compile": decision}})
 
 
 def _fused(denoisers: Mapping[str, Plan], *, room: int, resident: bool) -> tuple[tuple[str, ...], str]:

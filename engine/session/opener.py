@@ -13,7 +13,7 @@ from slipcast.registry.settings import Settings
 if TYPE_CHECKING:
     from slipcast.engine.pipeline.generate import Generated, GenerationProgress
     from slipcast.engine.pipeline.request import GenerationRequest
-    from slipcast.engine.policy.sizes import ImageSize
+    from slipcast.engine.policy.sizes import AskedSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Validated:
 class Opener(Protocol):
     """Makes, runs and ends pipelines. A session calls ``validate`` at any time, the others one at a time."""
 
-    def validate(self, path: Path, settings: Settings, size: ImageSize | None, loaded: Validated | None) -> Validated:
+    def validate(self, path: Path, settings: Settings, size: AskedSize | None, loaded: Validated | None) -> Validated:
         """Find out all that could stand against a load, and take no memory of the device for it.
 
         Args:

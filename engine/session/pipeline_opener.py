@@ -11,13 +11,13 @@ import torch
 
 from slipcast.engine.described_device import refuse_described
 from slipcast.engine.devices import Device, resolve_device
+from slipcast.engine.pipeline.apply_policies import adjust_
 from slipcast.engine.pipeline.assemble import assemble, pipeline_record, pipeline_status
 from slipcast.engine.pipeline.generate import Generated, StepProgress, check_request, generate
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, PlannedPart, make_pipeline_plan
-from slipcast.engine.pipeline.policies import adjust_
 from slipcast.engine.pipeline.request import GenerationRequest, refuse_no_multiple
 from slipcast.engine.plan import Decision
-from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.policy.sizes import AskedSize
 from slipcast.engine.policy.snapshot import Snapshot, take_snapshot
 from slipcast.engine.session.opener import Validated
 from slipcast.registry.errors import DeviceError
@@ -31,7 +31,7 @@ class PipelineOpener:
         self._allocated_before = 0
         """Bytes that torch had allocated on the device when the load of the present pipeline began."""
 
-    def validate(self, path: Path, settings: Settings, size: ImageSize | None, loaded: Validated | None) -> Validated:
+    def validate(self, path: Path, settings: Settings, size: AskedSize | None, loaded: Validated | None) -> Validated:
         """Plan the pipeline, every part of it, for the device as it is without the present one."""
         refuse_described(settings.device)
         device = resolve_device(settings.device)[0]
@@ -41,7 +41,8 @@ class PipelineOpener:
         plan = make_pipeline_plan(path, settings, size, snapshot)
         if size is not None:
             for name, pixels in (("width", size.width), ("height", size.height)):
-                refuse_no_multiple(name, pixels, plan.found.sampling.size_multiple)
+                if pixels is not None and pixels > 0:
+                    refuse_no_multiple(name, pixels, plan.found.sampling.size_multiple)
         content = (*_described(plan), *(state for part in plan.parts.values() for state in _states(part)))
         return Validated(path, settings, plan, plan.found.family.id, plan.pipeline, plan.device, content)
 

@@ -83,8 +83,8 @@ class Session:
 
         Args:
             path: as for ``slipcast.pipeline``.
-            size: width and height in pixels of what is to be drawn, for which there must be memory; 1024 x 1024 if left
-                out. Other sizes can be drawn as well, where they fit.
+            size: width and height in pixels of what is to be drawn, for which there must be memory; the pipeline's own
+                if left out. Other sizes can be drawn as well, where they fit.
             progress: called with the bytes read so far and in all.
             settings: as for ``slipcast.pipeline``.
 

@@ -12,6 +12,7 @@ from slipcast.cli.options import call_settings, common_options, device_option, p
 from slipcast.cli.output import mebibytes, progress_bar, write, write_facts, write_heading, write_json, write_table
 from slipcast.cli.plan_view import write_settings
 from slipcast.engine.pipeline.request import LARGEST_SEED, MOST_STEPS, make_request
+from slipcast.engine.policy.sizes import AskedSize
 from slipcast.registry.errors import UnsupportedFileError
 from slipcast.registry.found_pipeline import find_pipeline
 from slipcast.registry.new_files import new_file, refuse_place
@@ -92,7 +93,10 @@ def command(
     """
     settings = api.resolve(path, call_settings(assignments, device))
     if dry_run:
-        _show_plan(path, settings, size, asked["frames"], as_json)
+        width, height = size or (None, None)
+        picture = _opened(image)
+        asked_size = AskedSize(width, height, asked["frames"], None if picture is None else picture.size)
+        _show_plan(path, settings, asked_size, as_json)
         return
     if prompt is None:
         raise click.UsageError("Missing option '--prompt'.")
@@ -225,13 +229,11 @@ def _write(facts: dict[str, Any]) -> None:
     )
 
 
-def _show_plan(path: Path, settings: Settings, size: tuple[int, int] | None, frames: int | None, as_json: bool) -> None:
+def _show_plan(path: Path, settings: Settings, size: AskedSize, as_json: bool) -> None:
     found = find_pipeline(path, settings)
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan  # imports torch
-    from slipcast.engine.policy.sizes import ImageSize
 
-    width, height = size or (None, None)
-    plan = make_pipeline_plan(path, settings, ImageSize.of(width, height, frames), found=found)
+    plan = make_pipeline_plan(path, settings, size, found=found)
     if as_json:
         write_json(plan.to_json())
     else:
@@ -247,6 +249,9 @@ def _named(part: Companion) -> str:
 def _write_plan(plan: PipelinePlan) -> None:
     variant = f" ({plan.found.variant})" if plan.found.variant else ""
     write_heading(f"{plan.pipeline} of {plan.found.family.id}{variant}: {mebibytes(plan.nbytes)} MiB on {plan.device}")
+    size = plan.policies.size
+    frames = f", {size.frames} frames" if size.frames > 1 else ""
+    write_facts([("drawn at", f"{size.width} x {size.height} pixels{frames}")])
     write_table(
         ("part", "what", "bytes", "precision", "found", "in"),
         (

@@ -15,7 +15,7 @@ from torch import nn
 from slipcast.engine.pipeline.generate import Generated, GenerationProgress
 from slipcast.engine.pipeline.request import GenerationRequest
 from slipcast.engine.plan import Decision
-from slipcast.engine.policy.sizes import ImageSize
+from slipcast.engine.policy.sizes import AskedSize
 from slipcast.engine.session.opener import Validated
 from slipcast.registry.errors import Cancelled, HeaderError
 from slipcast.registry.settings import Settings
@@ -47,7 +47,7 @@ class FakeOpener:
         self.opened: list[Path] = []
         self.closed: list[Path] = []
         self.adjusted: list[Settings] = []
-        self.sizes: list[ImageSize | None] = []
+        self.sizes: list[AskedSize | None] = []
         self.recovered = 0
         self.most_alive = 0
         self.busy = threading.Lock()
@@ -65,7 +65,7 @@ class FakeOpener:
         """Tensors of generations that are in memory."""
         return sum(each() is not None for each in self._activations)
 
-    def validate(self, path: Path, settings: Settings, size: ImageSize | None, loaded: Validated | None) -> Validated:
+    def validate(self, path: Path, settings: Settings, size: AskedSize | None, loaded: Validated | None) -> Validated:
         self.sizes.append(size)
         if "missing" in path.name:
             raise HeaderError("no file", expected="a file", hint="give its path", path=path)

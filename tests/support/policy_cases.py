@@ -22,13 +22,16 @@ def snapshot(gib: float, *, free: float = 1.0, unified: bool = False, reserve_mi
 
 
 def part_of(kind: str, role: str | None = None) -> st.SearchStrategy[Part]:
-    """Any model of a kind: its blocks are a part of its weights."""
+    """Any model of a kind: its blocks and tables are a part of its weights."""
 
-    def made(rest: int, blocks: list[int], activations: int) -> Part:
-        return Part(role or kind, kind, rest + sum(blocks), tuple(blocks), activations)  # type: ignore[arg-type]
+    def made(rest: int, blocks: list[int], activations: int, tables: list[int]) -> Part:
+        weights = rest + sum(blocks) + sum(tables)
+        more = {"table_bytes": tuple(tables), "lookup_bytes": activations // 9}
+        return Part(role or kind, kind, weights, tuple(blocks), activations, **more)  # type: ignore[arg-type]
 
     block = st.integers(1, GIB // 2)
-    return st.builds(made, st.integers(0, GIB), st.lists(block, max_size=40), st.integers(0, 4 * GIB))
+    tables = st.lists(block, max_size=2) if kind == "text_encoder" else st.just([])
+    return st.builds(made, st.integers(0, GIB), st.lists(block, max_size=40), st.integers(0, 4 * GIB), tables)
 
 
 PARTS = st.tuples(
