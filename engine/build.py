@@ -46,6 +46,13 @@ def model_class(name: str) -> type[nn.Module]:
     )
 
 
+def model_classes(library: str) -> list[str]:
+    """The names of classes of models that an installed library has, for messages: none of them is imported."""
+    endings = ("Model", "Model2D", "Model3D", "Encoder", "LM", "Generation", "Projection", "VAE", "DC")
+    names = dir(importlib.import_module(library)) if library in _LIBRARIES else []
+    return [name for name in names if name.endswith(endings) or name.startswith("Autoencoder")]
+
+
 def pipeline_parameters(name: str) -> frozenset[str] | None:
     """The arguments that calling a pipeline of diffusers takes; None where there is none of the name."""
     if not name.isidentifier() or name.startswith("_"):

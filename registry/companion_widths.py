@@ -44,18 +44,16 @@ def _wrong(
     """Each part that does not suit, what it gives, and what is taken."""
     for part in parts:
         taken = config.get(sampling.takes.get(part.role, ""))
-        given = _width(part)
+        given = output_width(part.match) if part.match is not None else None
         if isinstance(taken, int) and given is not None and given != taken:
             yield part, given, taken
 
 
-def _width(part: Companion) -> int | None:
-    """Of a part's output; None where its family's arguments do not say it."""
-    if part.match is None:
-        return None
-    config = part.match.config
+def output_width(match: Match) -> int | None:
+    """How wide a text encoder's hidden states are, or a VAE's latents; None where its arguments do not say it."""
+    config = match.config
     inner = config.get("text_config")
-    for name in _WIDTHS.get(part.match.family.kind, ()):
+    for name in _WIDTHS.get(match.family.kind, ()):
         value = config.get(name) or (inner.get(name) if isinstance(inner, Mapping) else None)
         if isinstance(value, int):
             return value

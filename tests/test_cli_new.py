@@ -84,13 +84,35 @@ def test_drafting_needs_no_torch(checkpoint: Path) -> None:
     assert result.stderr.strip() == "False"
 
 
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        ("diffusers.ZImageTransformer2DModl", "did you mean diffusers.ZImageTransformer2DModel?"),
+        ("transformers.ZImageTransformer2DModel", "correct --model, install the version of transformers that has it"),
+        ("diffusers.FluxPipeline", "leave it out to fill it in later"),
+    ],
+)
+def test_a_class_that_the_library_has_not_is_refused(checkpoint: Path, model: str, hint: str) -> None:
+    shown = run("new", checkpoint, "--id", "mine", "--model", model)
+    assert shown.exit_code == 2
+    message = " ".join(shown.stderr.split())
+    assert f"the model class '{model}', which the installed {model.partition('.')[0]} does not have" in message
+    assert hint in message
+    assert not Path("mine.yaml").exists()
+
+
 def test_a_draft_that_nobody_filled_in_fails_the_check(checkpoint: Path) -> None:
     output_of("new", checkpoint, "--id", "mine")
     checked = json_of("check", "mine.yaml", exit_code=1)
     (family,) = checked["families"]
     proofs = {proof["name"]: proof for proof in family["proofs"]}
     assert {name for name, proof in proofs.items() if proof["status"] == "failed"} == {"filled in", "class"}
-    assert {name for name, proof in proofs.items() if proof["status"] == "ok"} == {"key map", "names", "others"}
+    assert {name for name, proof in proofs.items() if proof["status"] == "ok"} == {
+        "key map",
+        "names",
+        "others",
+        "parts",
+    }
     lines = Path("mine.yaml").read_text(encoding="utf-8").splitlines()
     marked = [f"line {number}: {' '.join(line.split())}" for number, line in enumerate(lines, 1) if "TODO" in line]
     assert proofs["filled in"]["error"]["items"] == marked
@@ -107,5 +129,12 @@ def test_a_file_without_examples_is_told_what_would_prove_it(checkpoint: Path) -
     (family,) = json_of("check", "mine.yaml")["families"]
     details = {proof["name"]: proof["detail"] for proof in family["proofs"] if proof["status"] == "skipped"}
     neither = "the family file has neither examples nor a section tiny, which needs no recorded header"
-    assert {name for name, detail in details.items() if detail == neither} == {"class", "patterns", "rules", "layout"}
+    assert {name for name, detail in details.items() if detail == neither} == {
+        "class",
+        "patterns",
+        "rules",
+        "layout",
+        "blocks",
+        "dtypes",
+    }
     assert "they come once a header is recorded" in details["recognised"]

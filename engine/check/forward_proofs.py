@@ -26,6 +26,7 @@ from slipcast.engine.loader import execute
 from slipcast.engine.planner import make_plan
 from slipcast.registry.errors import SlipcastError
 from slipcast.registry.frozen import FrozenMapping
+from slipcast.registry.precision import Fp8, Support
 from slipcast.registry.settings import resolve_settings
 
 Mode = Literal["storage", "compute"]
@@ -103,6 +104,22 @@ def _fp8_error(subject: Subject, files: SmallFiles, expected: torch.Tensor, mode
             where=("tiny", "fp8_error"),
         )
     return error
+
+
+def float8_error(subject: Subject, mode: Mode) -> float | None:
+    """How far the small model's outputs in fp8 are from those in float32; None where it does not run in it."""
+    tiny, folder = subject.family.tiny, subject.scratch / f"float8-{mode}"
+    assert tiny is not None
+    assert subject.tiny is not None
+    supported = Support.model_validate("supported")
+    precision = subject.family.precision.model_copy(update={"fp8": Fp8(storage=supported, compute=supported)})
+    family = subject.family.model_copy(update={"precision": precision})
+    try:
+        files = write_files(family, random_values(subject.tiny), folder)
+        expected = run(_load(subject, files, "off"), tiny.inputs)
+        return relative_error(run(_load(subject, files, mode), tiny.inputs), expected)
+    except SlipcastError:
+        return None
 
 
 def _prove_dtypes(subject: Subject, files: SmallFiles) -> None:

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
+from slipcast.engine.check.block_facts import prove_blocks
 from slipcast.engine.check.converter_proof import prove_converter
+from slipcast.engine.check.file_facts import prove_parts
 from slipcast.engine.check.forward_proofs import prove_forward, prove_keep
 from slipcast.engine.check.header_proofs import prove_layout, prove_others, prove_recognised
+from slipcast.engine.check.latent_facts import prove_latents
 from slipcast.engine.check.model_proofs import (
     prove_bijection,
     prove_class,
@@ -21,8 +24,11 @@ from slipcast.engine.check.model_proofs import (
     prove_way_back,
 )
 from slipcast.engine.check.name_proofs import prove_names
+from slipcast.engine.check.pipeline_facts import prove_pipeline, prove_sampling
+from slipcast.engine.check.precision_facts import prove_dtypes
 from slipcast.engine.check.proof import CheckedFamily, Outcome, Proof
 from slipcast.engine.check.records import Records, recorded_headers
+from slipcast.engine.check.scheduler_facts import prove_scheduler
 from slipcast.engine.check.subject import Subject, file_of, subject_of
 from slipcast.engine.check.todo_proof import prove_filled_in
 from slipcast.engine.check.value_proofs import prove_values
@@ -46,6 +52,13 @@ PROOFS: Mapping[str, Callable[[Subject], Outcome]] = MappingProxyType(
         "others": prove_others,
         "values": prove_values,
         "converter": prove_converter,
+        "pipeline": prove_pipeline,
+        "sampling": prove_sampling,
+        "latents": prove_latents,
+        "scheduler": prove_scheduler,
+        "blocks": prove_blocks,
+        "parts": prove_parts,
+        "dtypes": prove_dtypes,
         "forward": prove_forward,
         "keep": prove_keep,
     }

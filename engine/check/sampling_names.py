@@ -28,12 +28,12 @@ def sampling_names(family: Family) -> list[Name]:
     """Every name that ``sampling:`` and ``companions:`` give, of the family and of its variants."""
     if family.sampling is None:
         return []
-    found = list(_names((), family.sampling, family.sampling, family.companions, family.companions))
+    names = list(_names((), family.sampling, family.sampling, family.companions, family.companions))
     for name, variant in family.variants.items():
         joined = family.sampling.joined(variant.sampling)
         all_companions = {**family.companions, **variant.companions}
-        found += _names(("variants", name), variant.sampling, joined, variant.companions, all_companions)
-    return found
+        names += _names(("variants", name), variant.sampling, joined, variant.companions, all_companions)
+    return names
 
 
 def _names(
@@ -46,13 +46,13 @@ def _names(
     """The names that one place gives, held against what holds with all that it leaves to the family."""
     at = (*place, "sampling")
     call: Collection[str] = (joined.pipeline and pipeline_parameters(joined.pipeline)) or ()
-    kind = _found(pipeline_class, joined.pipeline)
+    kind = found(pipeline_class, joined.pipeline)
     taken: Collection[str] = own_arguments(kind) if kind is not None else ()
     parts: Collection[str] = part_names(kind) if kind is not None else ()
     for field in ("pipeline", "image_to_image"):
         name = getattr(said, field)
         if name is not None and field in said.model_fields_set:
-            yield (*at, field), name, _found(pipeline_class, name) is not None
+            yield (*at, field), name, found(pipeline_class, name) is not None
     if said.guidance_argument is not None:
         yield (*at, "guidance_argument"), said.guidance_argument, said.guidance_argument in call
     for name in said.arguments:
@@ -63,29 +63,29 @@ def _names(
         yield (*at, "denoiser"), said.denoiser, said.denoiser in parts
     for number, role in enumerate(said.optional):
         yield (*at, "optional", number), role, role in parts and role in all_companions
-    scheduler = _found(scheduler_class, all_companions.get("scheduler"))
+    scheduler = found(scheduler_class, all_companions.get("scheduler"))
     known = inspect.signature(scheduler.__init__).parameters if scheduler is not None else ()
     for name in said.scheduler or ():
         yield (*at, "scheduler", name), name, name in known
     for role, companion in companions.items():
         yield (*place, "companions", role), role, role in parts
         if is_class(companion):
-            yield (*place, "companions", role), companion, _found(_CLASSES[kind_of_role(role)], companion) is not None
+            yield (*place, "companions", role), companion, found(_CLASSES[kind_of_role(role)], companion) is not None
 
 
-def _processor(name: str) -> Any:
+def processor(name: str) -> Any:
     """A class of transformers, also one that the library only stands in for until what it needs is installed."""
     return getattr(importlib.import_module("transformers"), name.partition(".")[2], None)
 
 
 _CLASSES: Mapping[str, Callable[[str], Any]] = {
     "model": model_class,
-    "tokenizer": _processor,
+    "tokenizer": processor,
     "scheduler": scheduler_class,
 }
 
 
-def _found(find: Callable[[str], Any], name: str | None) -> Any:
+def found(find: Callable[[str], Any], name: str | None) -> Any:
     """The class of a name, or None."""
     try:
         return None if name is None else find(name)

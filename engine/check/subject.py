@@ -29,7 +29,7 @@ BOOKKEEPING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_
 """Entries of a published configuration that say nothing of the model."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Built:
     """A model of the class, on the meta device.
 

@@ -16,11 +16,12 @@ from slipcast.registry.catalogue import Catalogue, load_catalogue
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.claims import ask
 from slipcast.registry.draft import PLACEHOLDER, Draft, draft_family
-from slipcast.registry.errors import IdentificationError, SettingsError
+from slipcast.registry.errors import FamilyFileError, IdentificationError, SettingsError
 from slipcast.registry.family_file import FOLDERS
 from slipcast.registry.header import Checkpoint, Header
 from slipcast.registry.new_files import new_file, new_folder
 from slipcast.registry.quantisation import assemble
+from slipcast.registry.validation import nearest
 
 
 @click.command("new")
@@ -69,6 +70,8 @@ def command(
     header = _header(checkpoint, settings.component, catalogue)
     known = _known_names(recorded_headers(headers))
     draft = draft_family(header, id_, catalogue, known=known, model=model, kind=kind)
+    if model is not None:
+        _refuse_unknown_class(model)
     file = _write_file(draft, id_, out)
     if as_json:
         write_json(_summary(draft, file))
@@ -97,6 +100,24 @@ def _header(checkpoint: Checkpoint, component: str | None, catalogue: Catalogue)
             items=headers,
         )
     return next(iter(headers.values()))
+
+
+def _refuse_unknown_class(model: str) -> None:
+    """Refuse a class that the installed libraries don't have, with the nearest of those that they have."""
+    from slipcast.engine.build import model_class, model_classes  # torch, for those who name a class alone
+
+    try:
+        model_class(model)
+    except FamilyFileError as problem:
+        library, _, name = model.partition(".")
+        near = nearest(name, model_classes(library))
+        raise SettingsError(
+            f"the model class {model!r}, which the installed {library} does not have",
+            expected=f"a model class of {library}, diffusers.Name or transformers.Name",
+            hint=(f"did you mean {library}.{near}? Else " if near else "")
+            + f"correct --model, install the version of {library} that has it, or leave it out to fill it in later",
+            field="model",
+        ) from problem
 
 
 def _known_names(folder: Path | None) -> dict[str, list[str]]:
