@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
+
 from slipcast.engine.chunks import chunk_bytes, multiplies, piece_rows, share, side_bytes, slab_bytes
 from slipcast.engine.codecs.base import CODES
 from slipcast.engine.codecs.catalogue import codec_named
@@ -38,7 +40,8 @@ def predict_bytes(targets: Sequence[Target], match: Match, device: Device, readi
     """
     weights = match.everything.weights
     resident = sum(stored.nbytes for target in targets for stored in target.stored)
-    scratch = max((chunk_bytes(target, weights, reading.chunk_mib) for target in targets), default=0)
+    kind = torch.device(device.kind)
+    scratch = max((chunk_bytes(target, weights, reading.chunk_mib, kind) for target in targets), default=0)
     read = _read(targets, match)
     if device.kind == "cpu":
         mapped = sum(target.stored[0].nbytes for target in targets if target.mapped)
@@ -46,12 +49,12 @@ def predict_bytes(targets: Sequence[Target], match: Match, device: Device, readi
         scratch *= reading.threads
         anonymous = resident - mapped + scratch + (0 if reading.mapped else reading.threads * slab)
         return Bytes(resident=resident, device_peak=resident + scratch, host_peak_anonymous=anonymous, read=read)
-    there, here = _way_to_a_device(targets, match, reading)
+    on_its_way, here = _way_to_a_device(targets, match, reading)
     products = _PRODUCTS if any(map(multiplies, targets)) else 0
     computed = sum(stored.nbytes for target in targets if target.how == "computed" for stored in target.stored)
     return Bytes(
         resident=resident,
-        device_peak=resident + there + scratch + products + _NUMBERS,
+        device_peak=resident + on_its_way + scratch + products + _NUMBERS,
         host_peak_anonymous=here + computed,
         read=read,
     )

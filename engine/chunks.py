@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from slipcast.engine.codecs.base import Codec
 from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.codecs.scaled import ScaledCodec
@@ -87,9 +89,10 @@ def share(bundle: Bundle, piece: Piece, rows: tuple[int, int]) -> int:
     return bundle.weight.nbytes * rows[1] // total - bundle.weight.nbytes * rows[0] // total
 
 
-def chunk_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) -> int:
+def chunk_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int, device: torch.device) -> int:
     """Bytes of scratch that casting a target takes at most, beside its result."""
-    return max((_scratch_bytes(target, piece, bundles[piece.source], chunk_mib) for piece in target.pieces), default=0)
+    each = (_scratch_bytes(target, piece, bundles[piece.source], chunk_mib, device) for piece in target.pieces)
+    return max(each, default=0)
 
 
 def slab_bytes(target: Target, bundles: Mapping[str, Bundle], chunk_mib: int) -> int:
@@ -122,12 +125,15 @@ def _tile(piece: Piece) -> int:
     return 1 if piece.codec is None else codec_named(piece.codec).tile_rows(matrix_shape(piece.shape))
 
 
-def _scratch_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int) -> int:
+def _scratch_bytes(target: Target, piece: Piece, bundle: Bundle, chunk_mib: int, device: torch.device) -> int:
     rows = _largest(target, piece, chunk_mib)
     elements = rows * prod(piece.shape[1:])
     moved = elements * max(_FLOAT32, _item(bundle)) if word_of(piece.operation) in COMPUTED else 0
     decoding = 0 if piece.codec is None else _decoding_bytes(target, piece, bundle, elements)
     if target.how == "encode":
+        if _codec(target).defers(device):
+            widened = elements * _FLOAT32 if _item(bundle) > _FLOAT32 else 0
+            return decoding + moved + widened + rows * _PER_ROW
         in_one_go = 0 if _codec(target).streams else elements * (_FLOAT32 + _item(bundle))
         return decoding + elements * _FLOAT32 + in_one_go + rows * _PER_ROW
     return decoding if target.how == "keep" else decoding + moved

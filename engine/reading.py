@@ -16,14 +16,13 @@ from slipcast.registry.settings import Settings
 
 _MOST_THREADS = 8
 """More cores than this wait for memory."""
-_CHUNKS = {
-    "file": (6, "a chunk stays in a core's share of the cache"),
-    "prefetch": (64, "a device takes longer for a chunk than what starts it"),
-    "slabs": (32, "each slab has to hold a chunk"),
-}
-"""MiB for each reader, and why."""
+_CHUNK_MIB, _DEVICE_CHUNK_MIB, _WIDE_CHUNK_MIB, _LARGE_CHUNK_MIB = 6, 64, 32, 160
+_SLAB_MIB = 32
+"""Holds a chunk of 64 MiB in float32 of a file in half precision, and one of 32 MiB of a file in float32."""
+_HALF = 2
+"""Bytes of an item in half precision."""
 _PREFETCH_MIB = 720
-_PREFETCH_WINDOWS = 2
+_PREFETCH_WINDOWS = 3
 """Windows under way at a time: while one is cast the others are read."""
 _FEW = 20
 """Up to a twentieth of a file may be what prefetch refuses: the thread that casts reads it."""
@@ -74,8 +73,8 @@ class Reading:
 def decide_reading(settings: Settings, device: Device, header: Header) -> dict[str, Decision]:
     """Decide what makes up a ``Reading``. What has no bearing on the CPU is there only if it was asked for."""
     reader = decide_reader(settings.reader, device, header)
-    threads, chunk = decide_threads(settings.threads), decide_chunk(settings.chunk_mib, reader)
-    ahead = decide_ahead(settings.ahead_mib, reader, int(threads.engaged), int(chunk.engaged))
+    threads, chunk = decide_threads(settings.threads), decide_chunk(settings.chunk_mib, reader, header)
+    ahead = decide_ahead(settings.ahead_mib, reader, int(threads.engaged), chunk)
     on_the_way = {"reader": reader, "ahead_mib": ahead}
     if device.kind == "cpu":
         on_the_way = {name: decision for name, decision in on_the_way.items() if decision.requested != "auto"}
@@ -141,18 +140,28 @@ def decide_threads(requested: int | None) -> Decision:
     return Decision(requested=asked, engaged=str(min(cores, _MOST_THREADS)), reason=reason)
 
 
-def decide_chunk(requested: int | None, reader: Decision) -> Decision:
+def decide_chunk(requested: int | None, reader: Decision, header: Header) -> Decision:
     """How large chunks are, in MiB of float32 elements. Engaged is a number."""
     if requested is not None:
         return Decision(requested=str(requested), engaged=str(requested), reason="as requested")
-    size, reason = _CHUNKS[reader.engaged]
+    size, reason = _DEVICE_CHUNK_MIB, "a device takes longer for a chunk than what starts it"
+    item = header.nbytes / max(sum(tensor.elements for tensor in header.tensors.values()), 1)
+    if reader.engaged == "file":
+        size, reason = _CHUNK_MIB, "a chunk stays in a core's share of the cache"
+    elif reader.engaged == "slabs" and item > _HALF:
+        size, reason = _WIDE_CHUNK_MIB, "a slab has to hold a chunk"
+    elif reader.engaged == "prefetch" and item >= _HALF:
+        size, reason = (
+            _LARGE_CHUNK_MIB,
+            "most weights whole: without codes to decode that takes no memory",
+        )
     return Decision(requested="auto", engaged=str(size), reason=reason)
 
 
-def decide_ahead(requested: int | None, reader: Decision, threads: int, chunk_mib: int) -> Decision:
+def decide_ahead(requested: int | None, reader: Decision, threads: int, chunk: Decision) -> Decision:
     """How many MiB of the file are under way to a GPU at a time. Engaged is a number, 0 on the CPU.
 
-    Of slabs each must hold a chunk, whatever its dtype: what does not fit is read by the thread that casts, alone.
+    Of slabs each must hold a chunk: what does not fit is read by the thread that casts, alone.
     """
     asked = "auto" if requested is None else str(requested)
     if reader.engaged not in ("prefetch", "slabs"):
@@ -161,8 +170,8 @@ def decide_ahead(requested: int | None, reader: Decision, threads: int, chunk_mi
         return Decision(requested=asked, engaged=asked, reason="as requested")
     if reader.engaged == "prefetch":
         return Decision(requested=asked, engaged=str(_PREFETCH_MIB), reason="enough to keep prefetch busy")
-    slabs = _slabs(threads)
-    return Decision(requested=asked, engaged=str(slabs * chunk_mib), reason=f"{slabs} slabs that hold a chunk each")
+    slabs, size = _slabs(threads), _SLAB_MIB if chunk.requested == "auto" else int(chunk.engaged)
+    return Decision(requested=asked, engaged=str(slabs * size), reason=f"{slabs} slabs that hold a chunk each")
 
 
 def _slabs(threads: int) -> int:

@@ -64,6 +64,7 @@ def test_every_tier_draws_the_same_bits_and_peaks_fall(
 ) -> None:
     expected: dict[str, torch.Tensor] = {}
     peaks: dict[str, int] = {}
+    drawn(in_tier("resident", folder, monkeypatch, **settings))  # what libraries keep for themselves
     for tier in TIERS:
         before = released()
         pipe = in_tier(tier, folder, monkeypatch, **settings)
