@@ -17,9 +17,9 @@ from slipcast.registry.errors import DeviceError, SlipcastError
 from slipcast.registry.header import Header, TensorInfo
 from slipcast.registry.quantisation import Bundle
 
-HOST_BYTES = 256 * 2**20
-"""The most that safetensors keeps page-locked for all that is under way. It does not say: ``benchmarks/gpu.py load``
-saw 125 MiB on an H200 with 8 threads, and this is twice that."""
+HOST_BYTES = 512 * 2**20
+"""What safetensors keeps page-locked for all that is under way, as Linux showed for 0.9.0rc1 (``RssShmem``, as it does
+for all that CUDA allocates on the host): it takes it at once, and keeps it for the process."""
 
 
 def prefetch_obstacle() -> str | None:

@@ -160,14 +160,15 @@ class Settings(Section):
     """Memory in MiB that the runtime itself takes on a GPU."""
 
     chunk_mib: int | None = Field(ge=1)
-    """Size in MiB of the pieces in which rows are cast, counted in float32; null: 6 on the CPU, 32 on other devices."""
+    """Size in MiB of the pieces in which rows are cast, counted in float32; null: 6 on the CPU, on other devices 32 to
+    160, by how the file is read and by its dtypes."""
 
     threads: int | None = Field(ge=1)
     """How many threads read, and on the CPU also cast, a piece each; null: as many as torch uses, 8 at most."""
 
     ahead_mib: int | None = Field(ge=1)
-    """Most MiB of the file that lie on a GPU beside the result while they are read ahead and cast; null: 640 with
-    prefetch, with slabs a chunk for each."""
+    """Most MiB of the file that lie on a GPU beside the result while they are read ahead and cast; null: 720 with
+    prefetch, 32 for each slab."""
 
     header_limit_mib: int = Field(ge=1)
     """Largest header in MiB that is read from a file."""
