@@ -304,6 +304,97 @@ def test_memory_that_runs_out_leaves_the_model_usable(monkeypatch: pytest.Monkey
         assert torch.equal(model(x), expected)
 
 
+def test_a_forward_that_is_interrupted_from_the_keyboard_leaves_nothing_after_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Streams(monkeypatch)
+    model = Model()
+    x = torch.randn(2, 32)
+    expected, before = model(x), tensors(model)
+    streamer = Streamer(model, blocks_of(model, BLOCKS), CPU, streams)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for block in (model.early[0], model.late[1]):
+        handle = block.layer.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):  # torch ends no hook
+            model(x)
+        handle.remove()
+        streams.most = 0
+        assert torch.equal(model(x), expected)
+        assert streams.most <= 2 * room(model.late[0]) + model.rest()
+        assert streamer.held_bytes == streams.held() == 0
+        assert same(tensors(model), before)
+
+
+@pytest.mark.parametrize("free", [None, 0])
+def test_data_that_tensors_get_on_the_host_stay_theirs(free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "host_free", lambda: free)
+    streams = Streams(monkeypatch)
+    model, plain = Model(), Model()
+    x = torch.randn(2, 32)
+    streamer = Streamer(model, blocks_of(model, BLOCKS), CPU, streams)
+
+    def double(each: Model) -> None:
+        for layer in (each.early[1].layer, each.late[2].layer, each.head):
+            layer.weight.data = layer.weight.data * 2
+
+    def transpose(each: Model) -> None:
+        each.late[0].layer.weight.data = each.late[0].layer.weight.data.t().contiguous()
+
+    changes: tuple[Callable[[Model], object], ...] = (double, transpose, nn.Module.double, nn.Module.bfloat16)
+    for change in changes:
+        change(model)
+        change(plain)
+        given = x.to(plain.scale.dtype)
+        for _ in range(2):
+            assert torch.equal(model(given), plain(given))
+            assert same(tensors(model), tensors(plain))
+    streamer.remove()
+    assert same(tensors(model), tensors(plain))
+
+
+def test_an_adapter_that_is_merged_while_blocks_are_streamed_stays_merged() -> None:
+    described = load_catalogue()["z-image"].tiny
+    assert described is not None
+    model, plain = tiny("z-image", fp8=False), tiny("z-image", fp8=False)
+    stream_(model, blocks_of(model, offload_of("z-image")), CPU, whole_blocks=True)
+    for each in (model, plain):
+        torch.manual_seed(0)
+        each.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))  # type: ignore[operator]
+        each.requires_grad_(False)
+        each.fuse_lora(safe_fusing=True)  # type: ignore[operator]
+    assert streamer_of(model) is not None
+    assert torch.equal(run(model, described.inputs), run(plain, described.inputs))
+
+
+def test_what_may_not_be_page_locked_is_sent_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    x = torch.randn(2, 32)
+    expected, before, plain = model(x), tensors(model), torch.empty
+
+    def bounded(*shape: Any, pin_memory: bool | None = None, **options: Any) -> Tensor:
+        if pin_memory is not None:
+            raise RuntimeError("CUDA error: out of memory")
+        return plain(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", bounded)
+    streamer = Streamer(model, blocks_of(model, BLOCKS), CPU)
+    assert torch.equal(model(x), expected)
+    assert streamer.held_bytes == 0
+    assert same(tensors(model), before)
+
+
+def test_a_model_without_blocks_comes_as_a_whole() -> None:
+    model = Model()
+    x = torch.randn(2, 32)
+    expected = model(x)
+    streamer = Streamer(model, (), CPU)
+    assert torch.equal(model(x), expected)
+    assert streamer.held_bytes == 0
+
+
 def test_the_state_is_right_before_during_and_after_a_forward() -> None:
     model = Model()
     before = tensors(model)

@@ -58,17 +58,36 @@ class Unit:
             tensors: on the host; their ``data`` is exchanged.
             pinned: whether the buffer is page-locked.
         """
+        self._tensors, self._pinned = tuple(tensors), pinned
+        self._settle()
+
+    def _settle(self) -> None:
         self.nbytes = 0
-        self._tensors = tuple(tensors)
         self._places = tuple(self._placed())
-        free = host_free()
-        self._host: Tensor | None = None
         with DisableTorchFunctionSubclass():
-            self._homes = tuple(tensor.data for tensor in tensors)
-            if free is None or free > 2 * self.nbytes + _HOST_RESERVE:  # page-locked sizes are rounded to powers of two
-                self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+            self._homes = tuple(tensor.data.cpu() for tensor in self._tensors)
+            self._host = self._room()
+            if self._host is not None:
                 self._homes = self._filled(self._host)
+            self._pointers = tuple(home.data_ptr() for home in self._homes)
         self.leave()
+
+    def _room(self) -> Tensor | None:
+        """A buffer on the host; None where there is no room for it, or not for so much that is page-locked."""
+        free = host_free()
+        if free is not None and free <= 2 * self.nbytes + _HOST_RESERVE:  # page-locked sizes become powers of two
+            return None
+        try:
+            return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        except RuntimeError:  # systems bound what may be page-locked
+            return None
+
+    def _is_changed(self) -> bool:
+        """Whether somebody has given a tensor other data, as casts and merged adapters do; not where it only moved."""
+        return any(
+            tensor.data_ptr() != pointer and (tensor.device == home.device or tensor.dtype != home.dtype)
+            for tensor, home, pointer in zip(self._tensors, self._homes, self._pointers, strict=True)
+        )
 
     def _placed(self) -> Iterator[_Place]:
         for tensor in self._tensors:
@@ -85,8 +104,13 @@ class Unit:
         return own
 
     def sent_to(self, device: torch.device) -> Tensor:
-        """A new buffer on a device that the bytes are on their way to, on the current stream."""
+        """A new buffer on a device that the bytes are on their way to, on the current stream.
+
+        The tensors are on the host. Of those that got other data since, the new data are sent from now on.
+        """
         with DisableTorchFunctionSubclass():
+            if self._is_changed():
+                self._settle()
             buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             if self._host is not None:
                 buffer.copy_(self._host, non_blocking=True)
@@ -146,12 +170,15 @@ class Streamer:
         self._running: list[int] = []
         self._depth = 0
         self._last: int | None = None
-        self._following: dict[int | None, int | None] = {None: 0, **{n: n + 1 for n in range(len(modules) - 1)}}
+        self._following: dict[int | None, int | None] = {n: n + 1 for n in range(len(modules) - 1)}
+        self._following[None] = 0 if modules else None
         self._handles = [model.register_forward_pre_hook(self._bring_inputs, with_kwargs=True)]
         for module in _around(model, modules):
             self._handles += self._hooks(module, None)
         for number, module in enumerate(modules):
             self._handles += self._hooks(module, number)
+        disable: Any = torch.compiler.disable
+        self._handles.append(model.register_forward_pre_hook(disable(self._recover), prepend=True))
 
     def _hooks(self, module: nn.Module, number: int | None) -> Iterator[Any]:
         def before(*_: Any) -> None:
@@ -184,6 +211,11 @@ class Streamer:
         self._rest.leave()
         self._arrivals, self._rest_arrival, self._running = {}, None, []
         self._depth, self._last = 0, None
+
+    def _recover(self, *_: Any) -> None:
+        """The model begins: let go of what is left of a forward that the keyboard interrupted, which ends no hook."""
+        if self._depth:
+            self.leave()
 
     def _enter(self, number: int | None) -> None:
         """A module begins: one of those around the blocks (None), or a block."""

@@ -6,7 +6,7 @@ Nothing is copied back: weights do not change in a forward.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class Visitor:
         self.execution_device = device
         self._turns = turns
         self._homes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._depth = 0
+        self._visits = 0
+        self._computing = False
         self._handles = (
             model.register_forward_pre_hook(self._before),
             model.register_forward_hook(self._after, always_call=True),
@@ -44,11 +45,13 @@ class Visitor:
     @contextmanager
     def visit(self, model: nn.Module) -> Iterator[None]:
         """Let the model be on the device."""
-        self._before(model)
+        self._visits += 1
         try:
+            self._bring(model)
             yield
         finally:
-            self._after()
+            self._visits -= 1
+            self._leave_unused()
 
     def pre_forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Diffusers calls this before encoding and decoding, which ``visit`` is around already."""
@@ -68,19 +71,31 @@ class Visitor:
         self._homes = []
 
     def _before(self, model: nn.Module, *_: Any) -> None:
-        self._depth += 1
+        self._computing = True
+        self._bring(model)
+
+    def _after(self, *_: Any) -> None:
+        """A forward has ended, or has failed, be it before it began. One that the keyboard interrupts calls no hook."""
+        self._computing = False
+        self._leave_unused()
+
+    def _bring(self, model: nn.Module) -> None:
         if self._turns is not None and self._turns.present is not self:
             if self._turns.present is not None:
                 self._turns.present.leave()
             self._turns.present = self
-        if not self._homes:
+        if self._homes:
+            return
+        try:
             for tensor in _tensors(model):
                 self._homes.append((tensor, tensor.data))
                 tensor.data = tensor.data.to(self.execution_device, non_blocking=True)
+        except BaseException:  # half of it is of no use, also where it would stay
+            self.leave()
+            raise
 
-    def _after(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._turns is None and not self._depth:
+    def _leave_unused(self) -> None:
+        if self._turns is None and not self._visits and not self._computing:
             self.leave()
 
 
@@ -93,8 +108,9 @@ def visit_(model: nn.Module, device: torch.device, turns: Turns | None = None) -
         turns: shared by models of which each stays until another one works; None: it leaves after each forward.
     """
     if device.type == "cuda":
-        for tensor in _tensors(model):
-            tensor.data = tensor.data.pin_memory()
+        with suppress(RuntimeError):  # systems bound what may be page-locked; the rest is copied as it lies
+            for tensor in _tensors(model):
+                tensor.data = tensor.data.pin_memory()
     return Visitor(model, device, turns)
 
 
