@@ -17,7 +17,7 @@ class ComputedOnce(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Replace each operator that has been called before with the same arguments, in place."""
         called: dict[tuple[Any, str, str], torch.fx.Node] = {}
-        returned = set(graph.output_node().all_input_nodes)
+        returned = _returned(graph)
         for node in list(graph.nodes):
             if node in returned or not _is_pure(node):  # of two results a caller may write to one
                 continue
@@ -29,6 +29,26 @@ class ComputedOnce(CustomGraphPass):
     def uuid(self) -> bytes:
         """What tells this pass from an older one in the compiler's cache."""
         return get_hash_for_files((__file__,))
+
+
+def _returned(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The results of a graph, and what they may be views of."""
+    found: set[torch.fx.Node] = set()
+    rest = list(graph.output_node().all_input_nodes)
+    while rest:
+        node = rest.pop()
+        if node not in found:
+            found.add(node)
+            rest += node.all_input_nodes if _may_be_view(node) else ()
+    return found
+
+
+def _may_be_view(node: torch.fx.Node) -> bool:
+    """Whether a result may share memory with an argument: an operator's schema says so, of anything else nothing."""
+    target = node.target
+    return not isinstance(target, torch._ops.OpOverload) or any(
+        value.alias_info is not None for value in target._schema.returns
+    )
 
 
 def _is_pure(node: torch.fx.Node) -> bool:

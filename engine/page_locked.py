@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class PageLocked:
 def _of_huge_pages(nbytes: int) -> torch.Tensor:
     """Bytes that begin where a huge page does, each page touched, so that the lock need not fetch it."""
     memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel that is built without them, as some containers have
+        memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     first = -tensor.data_ptr() % _HUGE
     return tensor[first : first + nbytes].zero_()

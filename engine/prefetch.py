@@ -98,7 +98,7 @@ class PrefetchFetcher:
         Raises:
             HeaderError: a file is shorter than its header says.
         """
-        for index in self._files:
+        for index in list(self._files):  # a thread may be opening the next one
             checked_size(self._header, index)
         return DeviceError(
             f"safetensors' prefetch failed: {error}",

@@ -18,15 +18,14 @@ class _Quantised:
 
     Attributes:
         input: the tensor.
-        version: how often it had been written to.
-        stream: that codes and scales were computed on; another one would have to wait for it.
+        state: how often it had been written to, where its elements lay, and the stream that codes and scales were
+            computed on; another one would have to wait for it.
         codes: float8 ``[M, K]``.
         scale: float32 ``[M, 1]``.
     """
 
     input: weakref.ref[Tensor]
-    version: int
-    stream: object
+    state: tuple[object, ...]
     codes: Tensor
     scale: Tensor
 
@@ -46,7 +45,9 @@ def quantised_input(input: Tensor, columns: int, input_scale: Tensor | None) -> 
 
     On a GPU they are kept until the tensor dies or the next one is quantised, for other layers that are given it. Not
     under a static scale, of which each layer has its own; nor of tensors that don't count how often they were written
-    to, as in inference mode; nor in compiled code, which a compiler makes of all layers together.
+    to, as in inference mode; nor in compiled code, which a compiler makes of all layers together; nor in a graph of
+    CUDA's, which computes anew in each replay what it was not given when it was recorded. What is written through
+    ``data`` is seen as little as by autograd.
 
     Args:
         input: float ``[..., columns]``.
@@ -56,14 +57,16 @@ def quantised_input(input: Tensor, columns: int, input_scale: Tensor | None) -> 
     rows = input.reshape(-1, columns)
     if torch.compiler.is_compiling() or input_scale is not None or not input.is_cuda or input.is_inference():
         return quantise_rows(rows, input_scale)
+    if torch.cuda.is_current_stream_capturing():
+        return quantise_rows(rows)
     slot = _last.slot
-    version, stream = input._version, torch.cuda.current_stream(input.device)
+    state = input._version, input.data_ptr(), input.shape, input.stride(), torch.cuda.current_stream(input.device)
     for known in slot:
-        if known.input() is input and known.version == version and known.stream == stream:
+        if known.input() is input and known.state == state:
             return known.codes, known.scale
     slot.clear()  # its memory is free for the next
     codes, scale = quantise_rows(rows)
-    slot.append(_Quantised(weakref.ref(input, lambda dead: _forget(slot, dead)), version, stream, codes, scale))
+    slot.append(_Quantised(weakref.ref(input, lambda dead: _forget(slot, dead)), state, codes, scale))
     return codes, scale
 
 

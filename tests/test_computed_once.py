@@ -49,6 +49,10 @@ def twice_returned(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows.exp(), rows.exp()
 
 
+def views_returned(rows: Tensor) -> tuple[Tensor, ...]:
+    return rows.exp().view(2, 2), rows.exp().view(4, 1), rows.exp()[1:].view(3, 1)[1:], rows.exp().split(2)[1]
+
+
 def random_twice(rows: Tensor) -> Tensor:
     return torch.rand_like(rows) - torch.rand_like(rows)
 
@@ -75,6 +79,17 @@ def test_results_that_a_caller_may_write_to_stay_apart() -> None:
     first, second = torch.compile(twice_returned, options={"post_grad_custom_pre_pass": Counted()})(torch.randn(4))
     second.zero_()
     assert bool((first != 0).all())
+
+
+def test_results_that_are_views_stay_apart() -> None:
+    compiled = torch.compile(views_returned, options={"post_grad_custom_pre_pass": Counted()})
+    given = torch.randn(4)
+    for written in range(4):
+        results, expected = compiled(given), views_returned(given)
+        results[written].zero_()
+        expected[written].zero_()
+        for result, plain in zip(results, expected, strict=True):
+            assert torch.allclose(result, plain)
 
 
 def test_what_is_drawn_twice_differs() -> None:

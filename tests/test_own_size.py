@@ -59,6 +59,8 @@ def test_a_pipelines_own_size_is_what_diffusers_draws(family: str, monkeypatch: 
         ("StableDiffusionPipeline", {"sample_size": 64}, ImageSize(512, 512)),
         ("StableDiffusionPipeline", {"sample_size": [64, 96]}, ImageSize(768, 512)),
         ("StableDiffusionXLPipeline", {"sample_size": 128}, ImageSize(1024, 1024)),
+        ("StableDiffusionPipeline", {"sample_size": -64}, ImageSize(1024, 1024)),
+        ("FluxPipeline", {"sample_size": [-3, 128]}, ImageSize(1024, 1024)),
         ("WanPipeline", {}, ImageSize(832, 480, 81)),
         ("HunyuanImagePipeline", {}, ImageSize(2048, 2048)),
         ("MochiPipeline", {}, ImageSize(848, 480, 19)),

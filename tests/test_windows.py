@@ -16,6 +16,7 @@ from torch import nn
 import slipcast
 from slipcast.engine import loader, prefetch, reading
 from slipcast.engine.plan import Plan
+from slipcast.engine.prefetch import PrefetchFetcher
 from slipcast.engine.reader import OpenFiles
 from slipcast.engine.reading import Reading
 from slipcast.engine.steps import spans, steps
@@ -222,6 +223,15 @@ def test_what_goes_wrong_while_prefetching_is_said(
         _execute(path, plan)
     assert found in str(caught.value)
     assert not _Loader.open
+
+
+def test_a_failure_is_said_also_while_a_thread_opens_the_next_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetcher = PrefetchFetcher(read_safetensors(_source(tmp_path, "plain")), {}, torch.device("cpu"), threads=1)
+    fetcher._files = {0: None}
+    monkeypatch.setattr(prefetch, "checked_size", lambda _, index: fetcher._files.update({index + 1: None}))
+    assert "cuda error 2" in fetcher.failed(safetensors.SafetensorError("cuda error 2")).found
 
 
 def test_a_file_that_shrinks_under_the_slabs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

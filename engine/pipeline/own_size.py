@@ -32,7 +32,7 @@ def own_size(kind: Any, config: Mapping[str, Any]) -> ImageSize:
         latents = latents or getattr(empty, "default_sample_size", None)
         scale = getattr(empty, "vae_scale_factor", _PIXELS_PER_LATENT)
         for pixels in (defaults.get(name), latents and latents * scale, own):
-            if isinstance(pixels, int):
+            if isinstance(pixels, int) and pixels > 0:
                 return pixels
         return DEFAULT_SIDE
 
