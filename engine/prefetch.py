@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,9 +25,19 @@ for all that CUDA allocates on the host): it takes it at once, and keeps it for 
 
 def prefetch_obstacle() -> str | None:
     """Why the installed versions can't prefetch, as a clause; None where they can."""
-    if not hasattr(safetensors.safe_open, "prefetch"):
+    prefetch = getattr(safetensors.safe_open, "prefetch", None)
+    if prefetch is None:
         return f"safetensors {safetensors.__version__} has no prefetch"
+    if not (_takes(prefetch, "plan", "device", "threads") and _takes(safetensors.safe_open, "backend")):
+        return f"safetensors {safetensors.__version__} has another prefetch than the one known here"
     return "safetensors prefetches to CUDA devices alone" if torch.version.hip else None
+
+
+def _takes(function: Callable[..., Any], *arguments: str) -> bool:
+    try:
+        return set(arguments) <= inspect.signature(function).parameters.keys()
+    except ValueError:  # nobody says what it takes
+        return False
 
 
 class PrefetchFetcher:

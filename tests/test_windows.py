@@ -76,6 +76,20 @@ class _File:
         self._file.__exit__(None, None, None)
 
 
+class _OtherArguments(_File):
+    def prefetch(self, plan: Mapping[str, slice | None], *, device: str) -> _Loader:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class _OtherOpening(_File):
+    def __init__(self, path: str, framework: str) -> None:
+        raise NotImplementedError
+
+
+class _Unsaid(_File):
+    prefetch = max  # type: ignore[assignment]
+
+
 @pytest.fixture
 def _prefetching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch.safetensors, "safe_open", _File)
@@ -321,6 +335,9 @@ def test_prefetch_is_found_by_its_function(monkeypatch: pytest.MonkeyPatch) -> N
     assert prefetch.prefetch_obstacle() is None
     monkeypatch.setattr(prefetch.safetensors, "safe_open", object)
     assert prefetch.prefetch_obstacle() == f"safetensors {safetensors.__version__} has no prefetch"
+    for changed in (_OtherArguments, _OtherOpening, _Unsaid):
+        monkeypatch.setattr(prefetch.safetensors, "safe_open", changed)
+        assert "has another prefetch than the one known here" in (prefetch.prefetch_obstacle() or "")
     monkeypatch.setattr(prefetch.safetensors, "safe_open", _File)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert prefetch.prefetch_obstacle() == "safetensors prefetches to CUDA devices alone"
