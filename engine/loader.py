@@ -168,11 +168,11 @@ def execute(
     """
     reading = Reading.of(plan.settings)
     bundles = assemble(header).weights
+    _prepare_encoding(plan, bundles, reading.threads)  # first: libraries' imports swallow an interruption
     work = _Work(plan, bundles, _open(plan, header, bundles, reading), progress, cancelled)
     try:
         if isinstance(work.reader, WindowReader):
             work.reader.start()
-        _prepare_encoding(work, reading.threads)
         work.model = build_model(plan, take_model())  # this and what follows while the first windows are being read
         work.allocate()
         place(plan, work.model, work.tensors, mapped=False)
@@ -185,15 +185,15 @@ def execute(
         work.close()
 
 
-def _prepare_encoding(work: _Work, threads: int) -> None:
+def _prepare_encoding(plan: Plan, bundles: Mapping[str, Bundle], threads: int) -> None:
     """Have rows encoded by a compiled loop where so many of them are, by each thread, that this saves time."""
-    if work.device.type != "cpu":
+    if torch.device(plan.device).type != "cpu":
         return
     elements: Counter[torch.dtype] = Counter()
-    for target in work.plan.targets:
+    for target in plan.targets:
         if target.how == "encode" and isinstance(_codec(target), Float8):
             for piece in target.pieces:
-                dtype = torch.float32 if piece.codec else torch_dtype(work.bundles[piece.source].weight)
+                dtype = torch.float32 if piece.codec else torch_dtype(bundles[piece.source].weight)
                 elements[dtype] += prod(piece.shape)
     for dtype, count in elements.items():
         if count // threads >= native.WORTHWHILE:

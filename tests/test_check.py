@@ -230,7 +230,7 @@ BROKEN = [
         "[layers, noise_refiner, ",
         "[noise_refiner, ",
         "runtime.offload.blocks",
-        "nothing of layers: it holds much",
+        "nothing of layers: it holds blocks of the model too",
     ),
     (
         "blocks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ def run_reporting(action: Callable[[], object], *, as_json: bool) -> int:
         if failed is None:
             raise
         report(failed, as_json=as_json)
+        _let_go_of_output()
         return failed.exit_code
     return result if isinstance(result, int) else DONE
 
@@ -89,6 +91,14 @@ def report(failed: Failure, *, as_json: bool) -> None:
         else:
             write(f"error: {failed.error}", to_errors=True)
     except OSError:  # what can't be written to is itself what failed
+        discard_output()
+
+
+def _let_go_of_output() -> None:
+    """Write what is left in buffers, or drop it where it can't be written: Python would try again as it ends."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
         discard_output()
 
 
