@@ -71,6 +71,34 @@ def pixels(image: Any) -> np.ndarray:
     return np.asarray(image)
 
 
+@pytest.mark.parametrize(
+    ("asked", "drawn"),
+    [
+        ({}, (64, 96)),
+        ({"width": 32}, (32, 96)),
+        ({"height": 32}, (64, 32)),
+        ({"width": 0, "height": 0}, (64, 96)),
+        ({"width": 32, "height": 48}, (32, 48)),
+        ({"image": Image.new("RGB", (48, 80)), "strength": 0.5}, (48, 80)),
+    ],
+)
+def test_the_size_of_the_load_is_drawn_where_no_other_is_asked_for(
+    asked: dict[str, Any], drawn: tuple[int, int], session: Session, folders: dict[str, Path]
+) -> None:
+    session.load(folders["z-image"], size=(64, 96))
+    assert session.generate("seven", steps=2, **asked).images[0].size == drawn
+
+
+def test_a_later_load_of_the_same_pipeline_changes_the_size_that_is_drawn(
+    session: Session, folders: dict[str, Path]
+) -> None:
+    session.load(folders["z-image"], size=SIZE)
+    first = session._pipe
+    session.load(folders["z-image"], size=(32, 48))
+    assert session._pipe is first
+    assert session.generate("seven", steps=1).images[0].size == (32, 48)
+
+
 @pytest.mark.parametrize("family", ["z-image", "sdxl"])
 def test_a_session_draws_what_a_pipeline_draws(family: str, session: Session, folders: dict[str, Path]) -> None:
     session.load(folders[family], size=SIZE)

@@ -115,6 +115,20 @@ def checked_size(size: Any) -> AskedSize:
     return AskedSize(width, height)
 
 
+def with_default_size(request: GenerationRequest, size: AskedSize | None) -> GenerationRequest:
+    """A request with the width and the height of a size where it has none itself, and no picture to start from.
+
+    Args:
+        request: what is to be drawn.
+        size: what is drawn where nobody says otherwise; None: what the pipeline draws by itself.
+    """
+    if size is None or request.image is not None:
+        return request
+    width = request.width if request.width is not None else size.width
+    height = request.height if request.height is not None else size.height
+    return dataclasses.replace(request, width=width, height=height)
+
+
 def refuse_no_multiple(name: str, pixels: int, multiple: int | None) -> None:
     """Refuse a width or height that the family can't draw.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from slipcast.engine.pipeline.request import checked_size, make_request
+from slipcast.engine.pipeline.request import checked_size, make_request, with_default_size
 from slipcast.engine.session.bearing import bearing_settings
 from slipcast.engine.session.jobs import Job, Jobs
 from slipcast.engine.session.opener import Opener, Validated
@@ -21,6 +21,7 @@ from slipcast.registry.settings import checkpoint_path, resolve_settings
 if TYPE_CHECKING:
     from slipcast.engine.pipeline.generate import Generated, GenerationProgress
     from slipcast.engine.pipeline.request import GenerationRequest
+    from slipcast.engine.policy.sizes import AskedSize
 
 logger = logging.getLogger("slipcast")
 Result = TypeVar("Result")
@@ -39,6 +40,8 @@ class _Loaded:
     pipe: Any
     validated: Validated
     key: Hashable
+    size: AskedSize | None
+    """What the last load was for; None: the pipeline's own."""
 
 
 class Session:
@@ -84,7 +87,7 @@ class Session:
         Args:
             path: as for ``slipcast.pipeline``.
             size: width and height in pixels of what is to be drawn, for which there must be memory; the pipeline's own
-                if left out. Other sizes can be drawn as well, where they fit.
+                if left out. ``generate`` draws it where it is told no other, which can be drawn as well where it fits.
             progress: called with the bytes read so far and in all.
             settings: as for ``slipcast.pipeline``.
 
@@ -105,7 +108,7 @@ class Session:
             validated = self._opener.validate(whole, values, wanted, self._present().validated)
             job.key = (validated.path, validated.content, bearing_settings(values))
             self._jobs.put_in_line(job, lambda: self._present().key)
-            return self._in_turn(job, lambda: self._load(job, validated, progress))
+            return self._in_turn(job, lambda: self._load(job, validated, wanted, progress))
 
     def generate(
         self, prompt: str, *, progress: Callable[[GenerationProgress], None] | None = None, **asked: Any
@@ -116,6 +119,7 @@ class Session:
             prompt: what is to be seen.
             progress: called after each step. An error that it raises ends the generation, and comes out here.
             asked: the other fields of ``GenerationRequest``: steps, guidance, seed, width, height, image, strength, ...
+                A width or height that is left out is the picture's to start from, else that of the load's ``size``.
 
         Returns:
             The pictures, and how they were drawn.
@@ -176,8 +180,14 @@ class Session:
             raise
         return result
 
-    def _load(self, job: Job, validated: Validated, progress: Callable[[int, int], None] | None) -> SessionStatus:
-        if self._loaded is not None and self._loaded.key == job.key and self._adjusted(job, validated):
+    def _load(
+        self,
+        job: Job,
+        validated: Validated,
+        size: AskedSize | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> SessionStatus:
+        if self._loaded is not None and self._loaded.key == job.key and self._adjusted(job, validated, size):
             return self._idle_status()
         self._drop()
         self._status = SessionStatus(
@@ -190,7 +200,7 @@ class Session:
                 with self._jobs.calling_back():
                     progress(done, total)
 
-        self._loaded = _Loaded(self._opener.open(validated, report, job.cancelled), validated, job.key)
+        self._loaded = _Loaded(self._opener.open(validated, report, job.cancelled), validated, job.key, size)
         try:
             job.finish()
         except Cancelled:
@@ -208,6 +218,7 @@ class Session:
                 expected="a session that has loaded one",
                 hint="call load first",
             )
+        request = with_default_size(request, loaded.size)
         self._opener.check(loaded.validated, request)
         self._status = replace(self._status, state="generating", done=0, total=0, failure="")
 
@@ -231,7 +242,7 @@ class Session:
         loaded = self._loaded
         return _Present() if loaded is None else _Present(loaded.validated, loaded.key)
 
-    def _adjusted(self, job: Job, validated: Validated) -> bool:
+    def _adjusted(self, job: Job, validated: Validated, size: AskedSize | None) -> bool:
         """Whether the pipeline that is there serves a load as well."""
         job.check()
         try:
@@ -241,7 +252,7 @@ class Session:
             self._drop()
             raise
         assert self._loaded is not None
-        self._loaded = replace(self._loaded, validated=validated)
+        self._loaded = replace(self._loaded, validated=validated, size=size)
         job.finish()
         return True
 
