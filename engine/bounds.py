@@ -20,13 +20,15 @@ _LARGEST_RESULT = 2 << 30
 """Bytes of one step on the way to a table."""
 _TABLES_FLOOR = 512 << 20
 """Bytes of tables that any model may have: a position table of a video model takes 220 MB."""
+MOST_TENSORS = 1 << 15
+"""Tensors that a constructor may make, of layers beyond number; published models have some thousands."""
 _HINT = "put the config.json beside the weights that they were published with, or correct config: in the family file"
 _FREE = ("theta", "seed")
 """Words of numbers that count nothing."""
 
 
 class TooLargeError(ValueError):
-    """A step of a constructor whose result would not stay within bounds."""
+    """A step of a constructor whose result, or whose repetition, would not stay within bounds."""
 
 
 class BoundedResults(TorchDispatchMode):

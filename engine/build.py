@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slipcast.engine.bounds import BoundedResults, refuse_large_numbers
+from slipcast.engine.bounds import MOST_TENSORS, BoundedResults, TooLargeError, refuse_large_numbers
 from slipcast.engine.materialise import is_bare
 from slipcast.registry.errors import ConfigError, FamilyFileError
 
@@ -154,6 +154,8 @@ class _WithoutFilling(TorchFunctionMode):
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, torch.Tensor) and each.is_meta:
                 self._made.append(ref(each))
+        if len(self._made) > MOST_TENSORS:
+            raise TooLargeError(f"it makes more than {MOST_TENSORS:,} tensors")
         return result
 
 

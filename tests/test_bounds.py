@@ -22,7 +22,7 @@ GIB = 1 << 30
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("originals")
-    for family in ("wan", "z-image"):
+    for family in ("wan", "z-image", "sd-1"):
         write_pipeline(family, folder / family)
     return folder
 
@@ -51,6 +51,16 @@ def test_numbers_beyond_reason_are_refused(originals: Path, family: str, key: st
     error = refused(originals / family / "transformer", key, value)
     assert f"{key}: {value}" in error.items
     assert "1,048,576" in error.expected
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [("sd-1/unet", "layers_per_block"), ("sd-1/unet", "transformer_layers_per_block"), ("wan/vae", "num_res_blocks")],
+)
+def test_layers_beyond_reason_are_refused_before_all_are_made(originals: Path, part: str, key: str) -> None:
+    error = refused(originals / part, key, 1_000_000)
+    assert "makes more than 32,768 tensors" in error.found
+    assert f"{key}: 1000000" in error.items
 
 
 def test_a_base_of_angles_counts_nothing(originals: Path) -> None:
