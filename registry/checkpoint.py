@@ -18,10 +18,9 @@ from slipcast.registry.pipeline_index import component_classes, index_name
 from slipcast.registry.safetensors_header import read_safetensors
 from slipcast.registry.sharded import is_index_name, read_sharded, shard_total
 from slipcast.registry.untrusted_files import list_folder, open_regular, read_json_object, status_of
-from slipcast.registry.weight_files import choose_weights, holds_weights
+from slipcast.registry.weight_files import CONFIG, choose_weights, holds_weights, named_model
 
 _CONFIG_LIMIT_MIB = 4
-_CONFIG = "config.json"
 
 
 def read_checkpoint(path: str | Path, *, limit_mib: int = 100) -> Checkpoint:
@@ -29,8 +28,8 @@ def read_checkpoint(path: str | Path, *, limit_mib: int = 100) -> Checkpoint:
 
     A folder with a ``model_index.json`` or ``modular_model_index.json`` is a pipeline: one header for each of its
     components that has weights. Of a component that lies there in several variants (``model.safetensors``,
-    ``model.fp16.safetensors``) the plain one is taken; a file of another variant can be named itself. Any other folder
-    is the one model in it.
+    ``model.fp16.safetensors``) the plain one is taken; a file of another variant can be named itself. A folder
+    with a ``config.json`` is a component; any other stands for the one file or index in it, as if that were named.
 
     Args:
         path: a .safetensors or .gguf file, a .safetensors.index.json, a component's folder or a pipeline's folder.
@@ -40,7 +39,7 @@ def read_checkpoint(path: str | Path, *, limit_mib: int = 100) -> Checkpoint:
         HeaderError: a file is missing, unreadable, damaged, or contradicts the index.
         UnsupportedFileError: a pickle, a folder without a model, or one with several.
     """
-    path = Path(path)
+    path = named_model(Path(path), limit_mib=limit_mib)
     status = status_of(path)
     if not stat.S_ISDIR(status.st_mode):
         return Checkpoint(path, MappingProxyType({"": _read_file(path, limit_mib)}))
@@ -110,9 +109,9 @@ _READERS: tuple[tuple[Callable[[str], bool], Callable[..., Header]], ...] = (
 def _read_folder(folder: Path, limit_mib: int) -> Header:
     names = list_folder(folder)
     header = _read_file(folder / choose_weights(folder, names, limit_mib), limit_mib)
-    if _CONFIG not in names:
+    if CONFIG not in names:
         return Header(folder, header.container, header.files, header.tensors, header.metadata)
-    config = read_json_object(folder / _CONFIG, limit_mib=_CONFIG_LIMIT_MIB)
+    config = read_json_object(folder / CONFIG, limit_mib=_CONFIG_LIMIT_MIB)
     return Header(folder, "diffusers folder", header.files, header.tensors, header.metadata, MappingProxyType(config))
 
 

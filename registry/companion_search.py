@@ -163,7 +163,7 @@ class CompanionSearch:
             raise
         for match in identified.matches:
             if _fits(match, needed):
-                return self._model(role, needed, match, path, found, _others(match, identified))
+                return self._model(role, needed, match, identified.checkpoint.path, found, _others(match, identified))
         held = ", ".join(_named(match) for match in identified.matches)
         raise CompanionError(
             f"as the {role}: {held}",

@@ -11,13 +11,13 @@ from slipcast.registry.catalogue import Catalogue, load_catalogue
 from slipcast.registry.companion_search import CompanionSearch
 from slipcast.registry.companion_widths import refuse_other_widths
 from slipcast.registry.companions import Companion
-from slipcast.registry.errors import CompanionError, HeaderError, IdentificationError
+from slipcast.registry.errors import CompanionError, IdentificationError
 from slipcast.registry.experts import refuse_other_experts
 from slipcast.registry.family import Family
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.identify import Match
 from slipcast.registry.inspection import Identified, identify_path
-from slipcast.registry.pipeline_index import PipelineIndex, read_index
+from slipcast.registry.pipeline_index import PipelineIndex, index_around, read_index
 from slipcast.registry.runtime import Sampling
 from slipcast.registry.settings import Settings
 
@@ -29,7 +29,7 @@ class FoundPipeline:
     """What a pipeline is made of.
 
     Attributes:
-        path: what the user named.
+        path: what the user named, or the file that a folder stands for.
         family: the family that describes the pipeline: the denoiser's, or the one whose pipeline a folder names.
         variant: a variant of it, or None.
         sampling: what it is sampled with.
@@ -70,11 +70,10 @@ def find_pipeline(path: str | Path, settings: Settings) -> FoundPipeline:
         IdentificationError: the path holds no denoiser, or one whose family has no pipeline.
         SlipcastError: whatever reading and identifying raises.
     """
-    path = Path(path)
     identified = identify_path(path, settings)
-    main = identified.main
+    path, main = identified.checkpoint.path, identified.main
     _refuse_other_kind(path, main)
-    index = _index_around(path)
+    index = index_around(path)
     around = None if settings.companions.folder is None else read_index(Path(settings.companions.folder))
     family, variant, sampling = _description(main, index, around, load_catalogue(settings.families))
     pipeline = _pipeline_class(family, sampling, index, path)
@@ -130,18 +129,6 @@ def _denoiser(path: Path, identified: Identified, sampling: Sampling, *, inside:
 def _is_second(match: Match, main: Match) -> bool:
     """Whether a component of a pipeline's folder is a denoiser beside the first, as of two experts."""
     return match.component != main.component and match.family.id == main.family.id
-
-
-def _index_around(path: Path) -> PipelineIndex | None:
-    """The index of a pipeline's folder, or of the one that a component's folder lies in."""
-    index = read_index(path)
-    if index is not None or not path.is_dir():
-        return index
-    try:
-        around = read_index(path.resolve().parent)
-    except HeaderError:
-        return None
-    return around if around is not None and path.name in around.classes else None
 
 
 def _description(

@@ -49,7 +49,7 @@ class Header:
     """Everything that can be known of one model's file or files without reading weights.
 
     Attributes:
-        path: what the user named: a file, an index or a folder.
+        path: a file, an index, or the folder of a component.
         container: how the tensors are packed.
         files: the files that hold the tensors.
         tensors: every tensor by name, in the order of the bytes.
@@ -75,7 +75,7 @@ class Checkpoint:
     """What a path holds: one model, or a pipeline folder with one header for each component that has weights.
 
     Attributes:
-        path: what the user named.
+        path: what the user named, or the file or index that a folder stands for.
         headers: folder name of the component ("transformer", "vae", ...) to its header; ``{"": header}`` for one model.
         classes: for a pipeline folder, the classes that ``model_index.json`` names, as ``(library, class)``.
     """

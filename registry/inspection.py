@@ -64,7 +64,7 @@ class Inspection:
     """What a path holds.
 
     Attributes:
-        path: what was inspected.
+        path: what was inspected; of a folder that stands for a file, that file.
         container: how the tensors are packed.
         components: the recognised models, the main one first.
         tensors: number of tensors in all files.
@@ -178,7 +178,7 @@ def inspect_path(path: str | Path, settings: Settings) -> Inspection:
     everything |= {name: assemble(header) for name, header in headers.items() if name not in claimed}
     weights = [bundle for bundles in everything.values() for bundle in bundles.weights.values()]
     return Inspection(
-        path=Path(path),
+        path=identified.checkpoint.path,
         container=identified.main.header.container,
         components=tuple(_component(match) for match in identified.matches),
         tensors=sum(len(header.tensors) for header in headers.values()),

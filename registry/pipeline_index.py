@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipcast.registry.errors import HeaderError
 from slipcast.registry.frozen import FrozenMapping
 from slipcast.registry.untrusted_files import list_folder, read_json_object, status_of
 
@@ -64,6 +65,22 @@ def read_index(folder: Path) -> PipelineIndex | None:
         frozenset(key for key, value in listed.items() if value[1] is None),
         FrozenMapping({key: value for key, value in entries.items() if key not in listed}),
     )
+
+
+def index_around(path: Path) -> PipelineIndex | None:
+    """The index of a pipeline's folder, or of the one that a component's folder lies in; None of any other path.
+
+    Raises:
+        HeaderError: nothing is there, or the folder's own index is no strict JSON.
+    """
+    index = read_index(path)
+    if index is not None or not path.is_dir():
+        return index
+    try:
+        around = read_index(path.resolve().parent)
+    except HeaderError:
+        return None
+    return around if around is not None and path.name in around.classes else None
 
 
 def component_classes(content: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

@@ -34,6 +34,7 @@ from slipcast.registry.settings_layers import (
 from slipcast.registry.settings_model import Fp8Settings, Settings, setting_names
 from slipcast.registry.strict_yaml import Where, dotted
 from slipcast.registry.validation import Place, validate
+from slipcast.registry.weight_files import named_model
 
 __all__ = [
     "Fp8Settings",
@@ -64,13 +65,13 @@ class ResolvedSettings:
 
 
 def checkpoint_path(path: object) -> Path:
-    """The path that a call names.
+    """The path that a call names; of a folder that stands for a file, that file, by whose name settings may apply.
 
     Raises:
         UnsupportedFileError: it is neither a text nor a path.
     """
     if isinstance(path, str | os.PathLike):
-        return Path(path)
+        return named_model(Path(path))
     raise UnsupportedFileError(
         f"a {type(path).__name__} as the path",
         expected="the path of a file or folder, as a str or a Path",

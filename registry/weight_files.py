@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from shlex import quote
 
 from slipcast.registry.errors import SlipcastError, UnsupportedFileError
 from slipcast.registry.foreign_files import PICKLE_SUFFIXES, foreign_name
+from slipcast.registry.pipeline_index import index_around
 from slipcast.registry.sharded import index_stem, is_index_name, read_weight_map, shard_total
 from slipcast.registry.untrusted_files import list_folder
 
+CONFIG = "config.json"
+"""What makes a folder a component's: the arguments of its class."""
 _SUFFIX = ".safetensors"
 _GGUF = ".gguf"
 
@@ -57,6 +61,27 @@ def model_of_folder(folder: Path, *, limit_mib: int = 100) -> Path | None:
         return folder / choose_weights(folder, list_folder(folder), limit_mib)
     except SlipcastError:
         return None
+
+
+def named_model(path: Path, *, limit_mib: int = 100) -> Path:
+    """The model that a path names: of a folder that is merely where one file or index lies, that file or index.
+
+    It is then as if that file had been named: its name tells the variant, and parts lie beside it. A pipeline's folder,
+    a component's, one with a ``config.json``, and one that can't be read or holds no one model stay what they are.
+
+    Args:
+        path: what the user named.
+        limit_mib: the longest index that is read.
+    """
+    if not os.path.isdir(path):  # noqa: PTH112 - never raises, not of too long a path either
+        return path
+    try:
+        names = list_folder(path)
+        if CONFIG in names or index_around(path) is not None:
+            return path
+        return path / choose_weights(path, names, limit_mib)
+    except SlipcastError:
+        return path
 
 
 def _is_variant(stem: str, stems: set[str]) -> bool:

@@ -54,6 +54,15 @@ def test_a_single_file(tmp_path):
     assert list(header.tensors) == list(WEIGHTS)
 
 
+def test_a_folder_of_one_file_is_that_file_and_a_component_is_its_folder(tmp_path):
+    path = write(tmp_path, "model.safetensors") / "model.safetensors"
+    checkpoint = read_checkpoint(tmp_path)
+    assert (checkpoint.path, checkpoint.headers[""].path) == (path, path)
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = read_checkpoint(tmp_path)
+    assert (checkpoint.path, checkpoint.headers[""].path) == (tmp_path, tmp_path)
+
+
 def test_the_name_of_a_single_file_needs_no_suffix(tmp_path):
     write_checkpoint(WEIGHTS, tmp_path / "0123abcd")
     assert read_checkpoint(tmp_path / "0123abcd").headers[""].tensors.keys() == WEIGHTS.keys()
@@ -64,7 +73,7 @@ def test_shards_are_read_as_one_header(tmp_path, of_folder):
     index = write_shards(tmp_path)
     header = read_checkpoint(tmp_path if of_folder else index).headers[""]
     assert header.container == "sharded safetensors"
-    assert header.path == (tmp_path if of_folder else index)
+    assert header.path == index
     assert [file.name for file in header.files] == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",

@@ -17,6 +17,7 @@ from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError, IdentificationError
 from slipcast.registry.found_pipeline import find_pipeline
 from slipcast.registry.settings import resolve_settings
+from support.fake_opener import FakeOpener
 from support.tiny_pipelines import VOCABULARY, flux_vae, model_of, write_pipeline, write_single
 
 
@@ -133,6 +134,48 @@ def test_comfyuis_folders_are_looked_into(single: Path, published: Path, tmp_pat
     parts = found(file, tokenizer=str(published / "tokenizer"))
     assert where(parts)["text_encoder"] == where(parts)["vae"] == "beside the file"
     assert parts["vae"].path == shelf / "vae" / depth / "ae.safetensors"
+
+
+@pytest.fixture
+def around(single: Path, published: Path, tmp_path: Path) -> Path:
+    """A folder with one denoiser, and the parts of its pipeline in folders beside it."""
+    for name in ("text_encoders", "vae"):
+        (tmp_path / "zi" / name).mkdir(parents=True)
+    shutil.copy(single, tmp_path / "zi" / single.name)
+    shutil.copy(weights(published, "text_encoder"), tmp_path / "zi" / "text_encoders" / "qwen.safetensors")
+    shutil.copy(weights(published, "vae"), tmp_path / "zi" / "vae" / "ae.safetensors")
+    shutil.copytree(published / "tokenizer", tmp_path / "zi" / "tokenizer")
+    return tmp_path / "zi"
+
+
+def test_a_folder_that_stands_for_a_file_is_as_that_file(around: Path, single: Path, tmp_path: Path) -> None:
+    file = around / single.name
+    assert slipcast.inspect(around) == slipcast.inspect(file)
+    assert slipcast.plan(around).origin == slipcast.plan(file).origin
+    assert slipcast.plan(around).origin.variant == "turbo"
+    values = resolve_settings().values
+    assert found(around) == found(file)
+    plans = [make_pipeline_plan(path, values).to_json() for path in (around, file)]
+    assert all(plans[0][name] == plans[1][name] for name in ("path", "variant", "pipeline", "parts"))
+    told = [slipcast.convert(path, tmp_path / f"{path.stem}.out.safetensors") for path in (around, file)]
+    assert told[0].conversion == told[1].conversion
+    assert told[0].path.read_bytes() == told[1].path.read_bytes()
+
+
+def test_settings_for_a_file_hold_for_the_folder_that_stands_for_it(
+    around: Path, single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings.yaml").write_text(f"models: {{{single.name}: {{dtype: float16}}}}")
+    monkeypatch.setenv("SLIPCAST_CONFIG", str(tmp_path / "settings.yaml"))
+    assert slipcast.plan(around).settings["dtype"].requested == "float16"
+
+
+def test_a_session_holds_one_pipeline_for_a_file_and_its_folder(around: Path, single: Path) -> None:
+    opener = FakeOpener()
+    session = slipcast.Session(opener=opener)
+    session.load(around / single.name)
+    session.load(around)
+    assert opener.opened == [around / single.name]
 
 
 def test_of_two_that_would_do_one_has_to_be_named(single: Path, published: Path, tmp_path: Path) -> None:
