@@ -15,10 +15,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slipcast.engine.bounds import MOST_TENSORS, BoundedResults, TooLargeError, refuse_large_numbers
+from slipcast.engine.libraries import LIBRARIES, import_library, install_hint
 from slipcast.engine.materialise import is_bare
 from slipcast.registry.errors import ConfigError, FamilyFileError
 
-_LIBRARIES = ("diffusers", "transformers")
 _REGISTRATION = threading.Lock()
 _MOVED = "_slipcast_on_meta"
 _FILLING = frozenset({"uniform_", "normal_", "constant_", "kaiming_uniform_", "kaiming_normal_", "fill_", "zero_"})
@@ -34,14 +34,16 @@ def model_class(name: str) -> type[nn.Module]:
         FamilyFileError: another library, or no such class in the installed version.
     """
     library, _, attribute = name.partition(".")
-    if library in _LIBRARIES and attribute.isidentifier() and not attribute.startswith("_"):
-        found = getattr(importlib.import_module(library), attribute, None)
+    if attribute.isidentifier() and not attribute.startswith("_"):
+        found = getattr(import_library(library), attribute, None)
         if isinstance(found, type) and issubclass(found, nn.Module):
             return found
     raise FamilyFileError(
         f"the model class {name!r}",
-        expected="a model class of an installed library: " + " or ".join(f"{library}.Name" for library in _LIBRARIES),
-        hint="correct model: in the family file, or install the version of the library that has the class",
+        expected="a model class of an installed library: " + " or ".join(f"{library}.Name" for library in LIBRARIES),
+        hint=install_hint(
+            "correct model: in the family file, or install the version of the library that has the class"
+        ),
         field="model",
     )
 
@@ -49,7 +51,8 @@ def model_class(name: str) -> type[nn.Module]:
 def model_classes(library: str) -> list[str]:
     """The names of classes of models that an installed library has, for messages: none of them is imported."""
     endings = ("Model", "Model2D", "Model3D", "Encoder", "LM", "Generation", "Projection", "VAE", "DC")
-    names = dir(importlib.import_module(library)) if library in _LIBRARIES else []
+    module = import_library(library)
+    names = [] if module is None else dir(module)
     return [name for name in names if name.endswith(endings) or name.startswith("Autoencoder")]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import slipcast
 from support.command_line import run_process, start
 from support.isolation import isolate
 from support.recorded import recorded, write_checkpoint
@@ -102,6 +103,32 @@ def test_inspect_answers_in_a_tenth_of_the_time_that_the_model_class_takes_to_im
     baseline, _ = measured(sys.executable, "-c", "from diffusers import ZImageTransformer2DModel")
     assert min(seconds for seconds, _ in runs) < baseline / 10
     assert max(kilobytes for _, kilobytes in runs) < 120_000
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+for name in ("transformers", "peft", "accelerate"):
+    sys.modules[name] = None
+from slipcast.cli import main
+main()
+"""
+DEMO = Path(slipcast.__file__).parent / "demo" / "pipeline"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["generate", str(DEMO), "--prompt", "seven"], "the class 'diffusers.ZImagePipeline'"),
+        (["plan", str(DEMO / "text_encoder")], "the model class 'transformers.Qwen3Model'"),
+    ],
+)
+def test_where_transformers_is_missing_the_extra_that_brings_it_is_named(arguments, found):
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert found in result.stderr
+    assert "transformers is not installed" in result.stderr
+    assert "slipcast[pipelines]" in result.stderr
 
 
 READS = """

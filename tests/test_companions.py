@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import slipcast
+from slipcast.engine.pipeline.classes import processor_class
 from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
 from slipcast.registry.catalogue import load_catalogue
 from slipcast.registry.companions import Companion
@@ -393,3 +395,10 @@ def test_companions_compute_in_the_denoisers_dtype(tmp_path: Path) -> None:
     assert (encoder.compute_dtype, encoder.request.dtype) == ("float16", "float16")
     plan = make_pipeline_plan(folder, resolve_settings({"device": "cpu"}).values)
     assert {part.plan.request.dtype for part in plan.parts.values() if part.plan} == {"auto", plan.compute_dtype}
+
+
+def test_a_tokenizer_without_transformers_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(CompanionError, match=r"the class 'transformers\.Qwen2Tokenizer'") as caught:
+        processor_class("transformers.Qwen2Tokenizer")
+    assert "slipcast[pipelines]" in caught.value.hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,3 +102,10 @@ def test_the_functions_that_the_readme_names_are_those_that_there_are() -> None:
     named = set(re.findall(r"`slipcast\.(\w+)\(", README))
     functions = {name for name in slipcast.__all__ if inspect.isfunction(getattr(slipcast, name))}
     assert named == functions - {"compute_dtype"}
+
+
+def test_the_extras_that_bring_packages_to_users_are_named() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in ("pipelines", "fast"):
+        (package,) = (re.split("[<>=]", requirement)[0] for requirement in extras[extra])
+        assert f'`pip install ".[{extra}]"` adds {package}' in README

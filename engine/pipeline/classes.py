@@ -10,9 +10,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from slipcast.engine.libraries import LIBRARIES, import_library, install_hint
 from slipcast.registry.errors import CompanionError
 
-_LIBRARIES = ("diffusers", "transformers")
 _PLAIN = (bool, int, float, str)
 
 
@@ -46,13 +46,16 @@ def processor_class(name: str) -> Any:
     Raises:
         CompanionError: it is none.
     """
-    transformers = importlib.import_module("transformers")
+    what = "a tokenizer or processor"
+    transformers = import_library("transformers")
+    if transformers is None:
+        raise _no_class(name, what)
     kinds = (
         transformers.PreTrainedTokenizerBase,
         transformers.ProcessorMixin,
         transformers.image_processing_base.ImageProcessingMixin,
     )
-    return _public(name, kinds, "a tokenizer or processor")
+    return _public(name, kinds, what)
 
 
 def own_arguments(kind: type) -> Mapping[str, inspect.Parameter]:
@@ -99,13 +102,19 @@ def part_names(kind: Any) -> frozenset[str]:
 
 def _public(name: str, kinds: tuple[type, ...], what: str) -> Any:
     library, _, attribute = name.partition(".")
-    if library in _LIBRARIES and attribute.isidentifier() and not attribute.startswith("_"):
-        found = getattr(importlib.import_module(library), attribute, None)
+    if attribute.isidentifier() and not attribute.startswith("_"):
+        found = getattr(import_library(library), attribute, None)
         if isinstance(found, type) and issubclass(found, kinds):
             return found
-    raise CompanionError(
+    raise _no_class(name, what)
+
+
+def _no_class(name: str, what: str) -> CompanionError:
+    return CompanionError(
         f"the class {name!r}",
-        expected=f"{what} of " + " or ".join(_LIBRARIES),
-        hint="install the version of the library that has the class, and what it needs, such as torchvision; or name "
-        "another folder by the setting companions",
+        expected=f"{what} of " + " or ".join(LIBRARIES),
+        hint=install_hint(
+            "install the version of the library that has the class, and what it needs, such as torchvision; or name "
+            "another folder by the setting companions"
+        ),
     )
