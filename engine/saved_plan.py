@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 
 from pydantic import ValidationError
 
+from slipcast.engine.idle_settings import without_idle_notes
 from slipcast.engine.plan import Plan, Request
 from slipcast.registry.errors import PlanMismatchError
 from slipcast.registry.settings import Settings
@@ -110,6 +111,7 @@ def check_saved_plan(plan: Plan, again: Plan) -> None:
     Raises:
         PlanMismatchError: it says what differs.
     """
+    plan = plan.model_copy(update={"notes": without_idle_notes(plan.notes)})
     problems: list[str] = []
     if plan.origin.header_digest != again.origin.header_digest:
         problems.append("the file's names, dtypes, shapes or byte ranges are not those that the plan was made for")

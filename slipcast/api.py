@@ -51,16 +51,20 @@ def plan(path: str | Path, **settings: Any) -> Plan:
             has; "off"; "storage"; "compute").
 
     Returns:
-        The plan; bytes are elements x item size over all parameters and buffers, ties once.
+        The plan; bytes are elements x item size over all parameters and buffers, ties once. A note names the settings
+        given that bear on whole pipelines alone.
 
     Raises:
         SlipcastError: the checkpoint does not add up, or is in a format that can't be loaded.
     """
-    resolved = resolve(path, settings)
+    layers = resolve_settings(settings, checkpoint=checkpoint_path(path))
+    resolved = layers.values
     identified = identify_path(path, resolved)
+    from slipcast.engine.idle_settings import idle_notes
     from slipcast.engine.planner import make_plan  # imports torch, which what is refused should not wait for
 
-    return make_plan(identified.main, resolved, others=identified.beside)
+    planned = make_plan(identified.main, resolved, others=identified.beside)
+    return planned.model_copy(update={"notes": (*planned.notes, *idle_notes(layers))})
 
 
 def load(

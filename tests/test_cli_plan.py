@@ -153,6 +153,17 @@ def test_what_a_kept_layer_costs_and_why_it_is_kept(folder):
     assert json_of("plan", path, "--set", "fp8=off")["notes"] == []
 
 
+def test_settings_of_pipelines_are_named_as_having_no_bearing_on_a_single_model(model):
+    given = ("--set", "memory=low", "--set", "text_encoder=fp8", "--set", "vae.tiling=off", "--set", "speed=off")
+    plain = json_of("plan", model, "--set", "fp8=storage")["notes"]
+    *others, note = json_of("plan", model, *given, "--set", "fp8=storage")["notes"]
+    assert others == plain
+    named, _, instead = note.partition("; ")
+    assert set(named.partition(": ")[2].split(", ")) == {"memory", "text_encoder", "vae.tiling", "speed"}
+    assert "'slipcast generate PATH --dry-run' plans the whole pipeline" in instead
+    assert "no bearing on the plan of a single model" in output_of("plan", model, *given)
+
+
 def test_the_verdict_comes_first_and_says_that_activations_are_not_counted(model):
     wide, narrow = (output_of("plan", model, "--device", f"cuda:8.6,{size}") for size in ("24GiB", "1GiB"))
     assert wide.splitlines()[1] == narrow.splitlines()[1] == "Verdict: the weights fit"

@@ -77,6 +77,13 @@ def test_settings_that_have_no_bearing_on_it_are_not(path: Path) -> None:
     assert slipcast.load(path, plan=plan, header_limit_mib=3).report.plan == plan
 
 
+def test_a_plan_made_with_settings_of_pipelines_is_executed(path: Path) -> None:
+    plain = slipcast.plan(path, **SETTINGS)
+    plan = _saved(slipcast.plan(path, memory="low", **SETTINGS))
+    assert plan.notes[:-1] == plain.notes
+    assert slipcast.load(path, plan=plan).report.plan == plain
+
+
 def test_a_setting_of_a_section_is_refused_as_well(path: Path) -> None:
     error = _refusal(path, slipcast.plan(path, **SETTINGS), **{"fp8.remainder": "quantise"})
     assert error.items == ("the setting fp8 is given beside a plan, which has decided it",)
