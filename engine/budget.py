@@ -12,6 +12,7 @@ from slipcast.engine.codecs.catalogue import codec_named
 from slipcast.engine.devices import Device
 from slipcast.engine.file_codec import part_tensors
 from slipcast.engine.plan import Bytes, Decision, Remedy, Target, Verdict
+from slipcast.engine.policy.snapshot import reserve_of
 from slipcast.engine.precision import family_obstacle
 from slipcast.engine.prefetch import HOST_BYTES
 from slipcast.engine.reading import Reading
@@ -119,14 +120,14 @@ def weigh_verdict(
     Args:
         bytes_: the plan's bytes.
         device: where the model goes.
-        settings: for the memory that the runtime itself takes.
+        settings: for the memory that is left alone.
         fp8: the engaged fp8 mode.
         family: for whether fp8 suits it.
         with_fp8: the bytes of the same plan with other settings of fp8, asked only where they could help.
     """
     if device.memory is None:
         return None
-    available = device.memory - settings.device_reserve_mib * _MIB
+    available = max(0, device.memory - reserve_of(device.memory, settings.device_reserve_mib))
     needed = bytes_.device_peak
     if needed <= available:
         left = (available - needed) / _MIB

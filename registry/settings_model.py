@@ -157,7 +157,8 @@ class Settings(Section):
     """Where a pipeline's parts lie that are not found by themselves."""
 
     device_reserve_mib: int = Field(ge=0)
-    """Memory in MiB that the runtime itself takes on a GPU."""
+    """Memory in MiB of a device that is left alone, for the runtime and for what fragments; a twentieth of the device's
+    memory is left in any case. Plans of single models and of pipelines both count so."""
 
     chunk_mib: int | None = Field(ge=1)
     """Size in MiB of the pieces in which rows are cast, counted in float32; null: 6 on the CPU, on other devices 32 to

@@ -14,7 +14,9 @@ from torch import nn
 import slipcast
 from slipcast.engine import reading
 from slipcast.engine.build import build_on_meta
+from slipcast.engine.devices import resolve_device
 from slipcast.engine.plan import Plan
+from slipcast.engine.policy.snapshot import take_snapshot
 from slipcast.engine.prefetch import HOST_BYTES
 from slipcast.engine.reading import Reading
 from slipcast.registry.errors import DeviceError, QuantisationError, SettingsError, UnsupportedFormatError
@@ -285,7 +287,7 @@ def test_a_card_that_is_not_there(published: Path) -> None:
     assert whole.verdict is not None
     assert whole.verdict.fits
     assert whole.verdict.needed == whole.bytes.device_peak
-    assert whole.verdict.available == 24 * 2**30 - 512 * MIB
+    assert whole.verdict.available == 24 * 2**30 - 24 * 2**30 // 20
     assert "MiB are left for activations" in whole.verdict.advice
     assert not any(target.mapped for target in whole.targets)
     assert whole.settings["mmap"].engaged == "false"
@@ -333,7 +335,7 @@ def test_a_verdict_names_every_setting_whose_own_plan_fits(published: Path, card
 
 def test_a_card_whose_memory_is_just_enough(tiny: Path) -> None:
     needed = slipcast.plan(tiny, device="cuda:8.6,1GiB").bytes.device_peak
-    reserve = 100
+    reserve = 2000  # above a twentieth, which is left alone in any case
     mib = -(-needed // MIB) + reserve
     for size, fits in ((mib, True), (mib - 1, False)):
         verdict = slipcast.plan(tiny, device=f"cuda:8.6,{size}MiB", device_reserve_mib=reserve).verdict
@@ -372,6 +374,16 @@ def test_memory_is_counted_in_the_unit_that_is_named(tiny: Path) -> None:
         assert verdict is not None
         return verdict.available
 
-    assert available("cuda:8.6,12GB") == 12_000_000_000
-    assert available("cuda:8.6,1.5GiB") == 3 * 2**29
-    assert available("cuda:8.6, 700 MiB") == 700 * MIB
+    for device, total in (
+        ("cuda:8.6,12GB", 12_000_000_000),
+        ("cuda:8.6,1.5GiB", 3 * 2**29),
+        ("cuda:8.6, 700 MiB", 700 * MIB),
+    ):
+        assert available(device) == total - total // 20
+
+
+@pytest.mark.parametrize("reserve", [0, 512, 700, 4096, 20_000])
+def test_what_is_available_is_what_a_pipeline_may_take(tiny: Path, reserve: int) -> None:
+    verdict = slipcast.plan(tiny, device="cuda:8.6,12GiB", device_reserve_mib=reserve).verdict
+    assert verdict is not None
+    assert verdict.available == take_snapshot(resolve_device("cuda:8.6,12GiB")[0], reserve).budget

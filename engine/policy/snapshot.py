@@ -56,7 +56,12 @@ def take_snapshot(device: Device, reserve_mib: int, *, collect: bool = True) -> 
 
 
 def reserve_of(total: int, reserve_mib: int) -> int:
-    """Bytes of a device's memory that are left alone."""
+    """Bytes of a device's memory that are left alone; the plan of a single model and that of a pipeline both ask here.
+
+    Args:
+        total: the device's memory in bytes.
+        reserve_mib: the setting ``device_reserve_mib``; a twentieth of the memory is left alone in any case.
+    """
     return max(reserve_mib * _MIB, total // _SHARE)
 
 
