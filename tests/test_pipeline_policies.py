@@ -95,6 +95,17 @@ def test_a_refused_pipeline_reads_no_weight(folders: dict[str, Path], monkeypatc
     assert "MiB are free" in refusal.value.expected
 
 
+@pytest.mark.parametrize("reserve", [40_000, 1 << 30])
+def test_a_refusal_for_the_memory_that_is_left_alone_names_its_setting(folders: dict[str, Path], reserve: int) -> None:
+    settings: dict[str, Any] = {"device": "cuda:8.6,12GiB", "device_reserve_mib": reserve}
+    with pytest.raises(DeviceError) as refusal:
+        make_pipeline_plan(folders["z-image"], resolve(folders["z-image"], settings), SIZE)
+    assert refusal.value.hint.startswith("set device_reserve_mib=512, which takes ")
+    settings["device_reserve_mib"] = 512
+    fitting = make_pipeline_plan(folders["z-image"], resolve(folders["z-image"], settings), SIZE).policies.memory
+    assert f"{fitting.peak_bytes / 2**20:,.0f} MiB" in refusal.value.hint
+
+
 def named(hint: str) -> dict[str, int]:
     """What a hint names, with the MiB of each."""
     found = re.findall(r"(?:set|ask for) (.*?), which takes ([\d,]+) MiB", hint)

@@ -119,7 +119,7 @@ def _with_remedies(
     """A refusal that names what would fit: with the models where they lie, or with the pipeline loaded again."""
     from slipcast.engine.pipeline.pipeline_plan import other_decisions
 
-    anew = other_decisions(plan.found, snapshot, encodes=encodes)
+    anew = other_decisions(plan.found, policies.settings, snapshot, encodes=encodes)
 
     def decide(settings: Settings, other: ImageSize) -> MemoryDecision:
         if settings != policies.settings or other == size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from slipcast.engine.plan import Decision, Plan
 from slipcast.engine.planner import make_plan
 from slipcast.engine.policy.memory import MemoryDecision
 from slipcast.engine.policy.sizes import AskedSize, ImageSize
-from slipcast.engine.policy.snapshot import Snapshot, take_snapshot
+from slipcast.engine.policy.snapshot import Snapshot, reserve_of, take_snapshot
 from slipcast.registry.checkpoint import read_checkpoint
 from slipcast.registry.companions import Companion
 from slipcast.registry.errors import CompanionError, DeviceError
@@ -232,7 +232,7 @@ def _decided(
     try:
         return _decide(found, planned, settings, size, snapshot, encodes=encodes)
     except DeviceError as refusal:
-        decide = other_decisions(found, snapshot, encodes=encodes, known=known)
+        decide = other_decisions(found, settings, snapshot, encodes=encodes, known=known)
         raise with_remedies(refusal, settings, size, found.sampling.size_multiple, decide) from None
 
 
@@ -247,6 +247,7 @@ def _decide(
 
 def other_decisions(
     found: FoundPipeline,
+    settings: Settings,
     snapshot: Snapshot,
     *,
     encodes: bool,
@@ -256,6 +257,7 @@ def other_decisions(
 
     Args:
         found: the pipeline's parts.
+        settings: those that the snapshot was taken with.
         snapshot: the device without the pipeline.
         encodes: whether a picture is encoded as well.
         known: the parts' plans by the settings that bear on them; what is added is kept there.
@@ -266,7 +268,10 @@ def other_decisions(
         key = _weights(other)
         if key not in known:
             known[key] = _plan_parts(found, other)
-        return _decide(found, known[key], other, size, snapshot, encodes=encodes)[1].memory
+        seen = snapshot
+        if other.device_reserve_mib != settings.device_reserve_mib:
+            seen = replace(snapshot, reserve=reserve_of(snapshot.total, other.device_reserve_mib))
+        return _decide(found, known[key], other, size, seen, encodes=encodes)[1].memory
 
     return decide
 

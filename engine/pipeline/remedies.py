@@ -10,6 +10,7 @@ from slipcast.engine.policy.memory import MemoryDecision
 from slipcast.engine.policy.sizes import ImageSize
 from slipcast.registry.errors import DeviceError
 from slipcast.registry.settings import Settings
+from slipcast.registry.settings_layers import read_defaults
 
 Decide = Callable[[Settings, ImageSize], MemoryDecision]
 """The plan's own decision on the memory with other settings or of another size; raises DeviceError where it refuses."""
@@ -17,6 +18,7 @@ Decide = Callable[[Settings, ImageSize], MemoryDecision]
 _TILE_SIDES = (512, 256, 128, 64)
 _SIZE_PARTS = 32
 """A smaller picture is looked for in so many steps."""
+_RESERVE = "device_reserve_mib"
 _NVFP4 = {"fp8": "storage", "fp8.weights": "nvfp4"}
 _SINGLE: tuple[Mapping[str, Any], ...] = (
     {"memory": "auto"},
@@ -90,17 +92,29 @@ def find_remedies(settings: Settings, size: ImageSize, multiple: int | None, dec
 
     Where nothing does by itself: the first of some settings that do together, with a smaller size where it needs that.
     """
-    found = [remedy for given in _SINGLE if (remedy := _tried(settings, given, size, decide)) is not None]
+    usual = _usual_reserve(settings)
+    found = [
+        remedy
+        for given in (*([usual] if usual else []), *_SINGLE)
+        if (remedy := _tried(settings, given, size, decide)) is not None
+    ]
     sides = [remedy for remedy in found if "vae.tile_size" in remedy.given]
     found = [remedy for remedy in found if remedy not in sides[1:]]  # the largest tiles that fit
     smaller = _smaller(settings, {}, size, multiple, decide)
     if found or smaller is not None:
         return (*found, *([smaller] if smaller is not None else []))
-    for given in _TOGETHER:
+    together = [{**usual, **given} for given in _TOGETHER]
+    for given in together:
         if (remedy := _tried(settings, given, size, decide)) is not None:
             return (remedy,)
-    last = _smaller(settings, _TOGETHER[-1], size, multiple, decide)
+    last = _smaller(settings, together[-1], size, multiple, decide)
     return () if last is None else (last,)
+
+
+def _usual_reserve(settings: Settings) -> dict[str, Any]:
+    """The memory that is left alone by default, where more of it is: less would only hide that it is short."""
+    usual = read_defaults().values[_RESERVE]
+    return {_RESERVE: usual} if settings.device_reserve_mib > usual else {}
 
 
 def changed(settings: Settings, given: Mapping[str, Any]) -> Settings:
