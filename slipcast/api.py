@@ -125,6 +125,7 @@ def _load(
 def pipeline(
     path: str | Path,
     *,
+    size: tuple[int, int] | None = None,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
     **settings: Any,
@@ -136,6 +137,8 @@ def pipeline(
 
     Args:
         path: a denoiser's file or folder, a file of several models, or a pipeline's folder.
+        size: width and height in pixels of what is to be drawn, for which there must be memory; the pipeline's own if
+            left out. The call draws what its own arguments say.
         progress: called with the bytes read so far and in all, after each chunk.
         cancelled: asked after each chunk; once it says True this ends with ``Cancelled`` and leaves nothing.
         settings: those of the denoiser, as for ``plan``, and ``companions``: a folder, or paths by the pipeline's own
@@ -147,19 +150,25 @@ def pipeline(
 
     Raises:
         CompanionError: parts are missing, or not what the pipeline needs, with what would satisfy each.
+        SettingsError: the size is no pair of whole numbers, or no multiple of the family's.
+        DeviceError: it does not fit the device at that size, with what would make it fit.
         SlipcastError: as ``load`` does.
     """
     from slipcast.engine.described_device import refuse_described
+    from slipcast.engine.pipeline.request import checked_size, refuse_no_multiples
 
     resolved = resolve(path, settings)
     refuse_described(resolved.device)
+    wanted = None if size is None else checked_size(size)
     found = find_pipeline(path, resolved)
+    if wanted is not None:
+        refuse_no_multiples(wanted, found.sampling.size_multiple)
     from slipcast.engine.pipeline.assemble import assemble  # imports torch, which what is refused should not wait for
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan
     from slipcast.engine.without_collection import without_collection
 
     with without_collection():
-        return assemble(make_pipeline_plan(path, resolved, found=found), progress=progress, cancelled=cancelled)
+        return assemble(make_pipeline_plan(path, resolved, wanted, found=found), progress=progress, cancelled=cancelled)
 
 
 def status(pipe: Any) -> dict[str, Decision]:

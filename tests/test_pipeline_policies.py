@@ -29,7 +29,7 @@ from slipcast.engine.policy.speed import compiled_by_speed, decide_speed, is_ggu
 from slipcast.engine.policy.vae import VaeWay
 from slipcast.engine.policy.vae_calls import VaeCalls, set_tile_side_, tile_side
 from slipcast.engine.policy.visiting import Turns, visit_
-from slipcast.registry.errors import DeviceError
+from slipcast.registry.errors import DeviceError, SettingsError
 from support.tiny_pipelines import PIPELINES, heavy_z_image, plain_pipeline, qwen_image_vae, write_pipeline
 
 SIZE = ImageSize(64, 64)
@@ -104,6 +104,22 @@ def test_a_refusal_for_the_memory_that_is_left_alone_names_its_setting(folders: 
     settings["device_reserve_mib"] = 512
     fitting = make_pipeline_plan(folders["z-image"], resolve(folders["z-image"], settings), SIZE).policies.memory
     assert f"{fitting.peak_bytes / 2**20:,.0f} MiB" in refusal.value.hint
+
+
+def test_a_pipeline_is_planned_for_the_size_that_it_is_made_for(folders: dict[str, Path]) -> None:
+    folder, settings = folders["z-image"], {"device": "cpu", "dtype": "bfloat16"}
+    pipe = slipcast.pipeline(folder, size=(64, 96), **settings)
+    assert pipeline_record(pipe).policies.size == ImageSize(64, 96)
+    own = pipeline_record(slipcast.pipeline(folder, **settings)).plan.own_size
+    assert pipeline_record(slipcast.pipeline(folder, size=(64, 0), **settings)).policies.size == ImageSize(
+        64, own.height
+    )
+    with pytest.raises(DeviceError, match="at its peak"):
+        slipcast.pipeline(folder, size=(160_000, 160_000), **settings)
+    with pytest.raises(SettingsError, match="a height of 65 pixels"):
+        slipcast.pipeline(folder, size=(64, 65), **settings)
+    with pytest.raises(SettingsError, match="size is"):
+        slipcast.pipeline(folder, size="64x64", **settings)
 
 
 def named(hint: str) -> dict[str, int]:

@@ -145,6 +145,17 @@ def refuse_no_multiple(name: str, pixels: int, multiple: int | None) -> None:
         )
 
 
+def refuse_no_multiples(size: AskedSize, multiple: int | None) -> None:
+    """Refuse a size of which a side is given that the family can't draw.
+
+    Raises:
+        SettingsError: a side is no multiple of the family's.
+    """
+    for name, pixels in (("width", size.width), ("height", size.height)):
+        if pixels is not None and pixels > 0:
+            refuse_no_multiple(name, pixels, multiple)
+
+
 def _whole(name: str, value: Any) -> int | None:
     least, most, expected = _WHOLE[name]
     if value is None and name != "seed":

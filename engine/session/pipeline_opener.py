@@ -15,7 +15,7 @@ from slipcast.engine.pipeline.apply_policies import adjust_
 from slipcast.engine.pipeline.assemble import assemble, pipeline_record, pipeline_status
 from slipcast.engine.pipeline.generate import Generated, StepProgress, check_request, generate
 from slipcast.engine.pipeline.pipeline_plan import PipelinePlan, PlannedPart, make_pipeline_plan
-from slipcast.engine.pipeline.request import GenerationRequest, refuse_no_multiple
+from slipcast.engine.pipeline.request import GenerationRequest, refuse_no_multiples
 from slipcast.engine.plan import Decision
 from slipcast.engine.policy.sizes import AskedSize
 from slipcast.engine.policy.snapshot import Snapshot, take_snapshot
@@ -40,9 +40,7 @@ class PipelineOpener:
             snapshot = self._without(loaded.plan, device, snapshot)
         plan = make_pipeline_plan(path, settings, size, snapshot)
         if size is not None:
-            for name, pixels in (("width", size.width), ("height", size.height)):
-                if pixels is not None and pixels > 0:
-                    refuse_no_multiple(name, pixels, plan.found.sampling.size_multiple)
+            refuse_no_multiples(size, plan.found.sampling.size_multiple)
         content = (*_described(plan), *(state for part in plan.parts.values() for state in _states(part)))
         return Validated(path, settings, plan, plan.found.family.id, plan.pipeline, plan.device, content)
 
