@@ -18,11 +18,10 @@ from slipcast.registry.inspection import Identified, identify_path
 from slipcast.registry.pipeline_index import PipelineIndex, read_index
 from slipcast.registry.runtime import Sampling
 from slipcast.registry.settings import Settings
-from slipcast.registry.untrusted_files import read_json_object, status_of
+from slipcast.registry.tokenizer_class import TOKENIZER_CONFIG, named_tokenizer_class, refuse_other_tokenizer
+from slipcast.registry.untrusted_files import status_of
 
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_TOKENIZER_FILES = frozenset({_TOKENIZER_CONFIG, "tokenizer.json"})
-_CONFIG_LIMIT_MIB = 16
+_TOKENIZER_FILES = frozenset({TOKENIZER_CONFIG, "tokenizer.json"})
 
 
 @dataclass(frozen=True)
@@ -281,15 +280,20 @@ class CompanionSearch:
         return self._seen[file, needed]
 
     def _listed_class(self, folder: Path, role: str, needed: str) -> str:
-        """The class that the index around a component's folder names, or its own files; else the family's."""
+        """The class that the index around a component's folder names, or its own files; else the family's.
+
+        Raises:
+            CompanionError: it is the folder of another tokenizer. Of the pipeline's own folder the index says what is
+                right.
+        """
+        own = self.index is not None and folder.absolute().parent == self.index.folder.absolute()
+        if kind_of_role(role) == "tokenizer" and not own:
+            refuse_other_tokenizer(folder, role, needed)
         index = read_index(folder.absolute().parent)
         listed = None if index is None or folder.name != role else index.classes.get(role)
         if listed is not None:
             return ".".join(listed)
-        if kind_of_role(role) != "tokenizer" or not (folder / _TOKENIZER_CONFIG).is_file():
-            return needed
-        named = read_json_object(folder / _TOKENIZER_CONFIG, limit_mib=_CONFIG_LIMIT_MIB).get("tokenizer_class")
-        return f"transformers.{named}" if isinstance(named, str) else needed
+        return (named_tokenizer_class(folder) if kind_of_role(role) == "tokenizer" else None) or needed
 
     def _class_of(self, needed: str) -> str:
         if is_class(needed):

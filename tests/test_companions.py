@@ -116,6 +116,39 @@ def test_settings_name_files_and_a_tokenizer_lies_beside_its_text_encoder(single
     }
 
 
+@pytest.mark.parametrize(
+    ("named", "fits"),
+    [
+        ("Qwen2Tokenizer", True),
+        ("Qwen2TokenizerFast", True),
+        ("PreTrainedTokenizerFast", True),
+        ("TokenizersBackend", True),
+        (None, True),
+        ("CLIPTokenizer", False),
+        ("T5TokenizerFast", False),
+    ],
+)
+@pytest.mark.parametrize("by", ["tokenizer", "folder"])
+def test_another_tokenizer_than_the_family_names_is_refused(
+    single: Path, published: Path, tmp_path: Path, named: str | None, fits: bool, by: str
+) -> None:
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(published / "tokenizer", folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("tokenizer_class", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | ({"tokenizer_class": named} if named else {})))
+    settings = {role: str(weights(published, role)) for role in ("text_encoder", "vae")}
+    settings[by] = str(folder if by == "tokenizer" else tmp_path)
+    if fits:
+        assert found(single, **settings)["tokenizer"].path == folder
+        return
+    error = missing(single, **settings)
+    assert error.roles == ("tokenizer",)
+    assert error.found == f"as the tokenizer: a tokenizer of the class transformers.{named}"
+    assert error.expected == "a folder with the files of transformers.Qwen2Tokenizer"
+    assert "companions.tokenizer" in error.hint
+
+
 def test_a_setting_goes_before_the_pipelines_folder(single: Path, published: Path, tmp_path: Path) -> None:
     other = tmp_path / "vae.safetensors"
     shutil.copy(weights(published, "vae"), other)
