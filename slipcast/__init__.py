@@ -12,7 +12,15 @@ but ``inspect`` do when they are used.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+if find_spec("slipcast.registry") is None:
+    # In a clone some packages lie beside this folder; only an installation puts them together.
+    raise ImportError(
+        f"slipcast is imported from its source folder, {__path__[0]}, which is not all of it and hides an installed "
+        "one. Work in another folder, run python -P, or install the clone editable: pip install -e ."
+    )
 
 if TYPE_CHECKING:
     from slipcast.api import check, compute_dtype, convert, inspect, load, pipeline, plan, status

@@ -131,6 +131,18 @@ def test_where_transformers_is_missing_the_extra_that_brings_it_is_named(argumen
     assert "slipcast[pipelines]" in result.stderr
 
 
+def test_the_source_folder_alone_says_what_to_do(tmp_path):
+    (tmp_path / "slipcast").mkdir()
+    source = Path(slipcast.__file__).read_text()
+    (tmp_path / "slipcast" / "__init__.py").write_text(source)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    command = [sys.executable, "-S", "-c", "import slipcast"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "ImportError: slipcast is imported from its source folder" in result.stderr
+    assert "pip install -e ." in result.stderr
+
+
 READS = """
 import sys
 from slipcast.cli.application import application
