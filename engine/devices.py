@@ -14,7 +14,10 @@ from slipcast.registry.errors import DeviceError
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20}
 _BFLOAT16_CAPABILITY = (8, 0)
-_EXPECTED = "auto, cpu, cuda, cuda:N, xpu, mps, or a card that is not there, as in cuda:8.6,12GiB (capability, memory)"
+_EXPECTED = (
+    "auto, cpu, cuda, cuda:N, xpu, mps, or a card that is not there by its compute capability and memory in "
+    f"{', '.join(list(_UNITS)[:-1])} or {list(_UNITS)[-1]}: cuda:8.6,12GiB"
+)
 
 Kind = Literal["cpu", "cuda", "xpu", "mps"]
 Backend = Literal["cpu", "cuda", "rocm", "xpu", "mps"]

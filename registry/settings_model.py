@@ -20,7 +20,7 @@ Device = Annotated[
     *of_form(
         rf"^(auto|cpu|cuda|cuda:\d+|xpu|mps|{_CARD})$",
         "auto, cpu, cuda, cuda:N, xpu, mps, or for plans a card that is not there by its compute capability and "
-        "memory: cuda:8.6,12GiB",
+        "memory in GiB, GB or MiB: cuda:8.6,12GiB",
     ),
 ]
 

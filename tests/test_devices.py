@@ -10,9 +10,10 @@ from slipcast.engine.devices import Device, resolve_device
 from slipcast.engine.fp8_probe import Probe
 from slipcast.engine.precision import decide_dtype, decide_fp8
 from slipcast.registry.catalogue import load_catalogue
-from slipcast.registry.errors import DeviceError
+from slipcast.registry.errors import DeviceError, SettingsError
 from slipcast.registry.family import Family
 from slipcast.registry.precision import Precision
+from slipcast.registry.settings import resolve_settings
 
 
 def made_up(kind: Any, backend: Any, *, bfloat16: bool) -> Device:
@@ -72,6 +73,17 @@ def test_a_device_that_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(DeviceError, match=f"the device {name}, where torch sees none") as caught:
         resolve_device(name)
     assert "device=cpu" in caught.value.hint
+
+
+def test_a_card_in_another_unit_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(DeviceError) as caught:
+        resolve_device("cuda:8.6,8gb")
+    with pytest.raises(SettingsError) as refused:
+        resolve_settings({"device": "cuda:8.6,8gb"})
+    for error in (caught.value, refused.value):
+        assert "memory in GiB, GB or MiB: cuda:8.6,12GiB" in error.expected
+    for size in ("8GiB", "8GB", "8000MiB"):
+        assert resolve_device(f"cuda:8.6,{size}")[0].memory
 
 
 def test_auto_prefers_cuda_then_xpu_then_mps(monkeypatch: pytest.MonkeyPatch) -> None:
