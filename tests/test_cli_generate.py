@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,6 +55,23 @@ def test_steps_and_guidance_are_the_familys_for_the_variant(folders: Mapping[str
     told = json_of("generate", file, *asked, "--out", here / "a.png")
     assert told["variant"] == "turbo"
     assert (told["arguments"]["num_inference_steps"], told["arguments"]["guidance_scale"]) == (9, 0.0)
+
+
+def test_the_plan_says_steps_and_guidance(folders: Mapping[str, Path], here: Path) -> None:
+    file = write_single(folders["z-image"], here / "z_image_turbo.safetensors")
+    asked = (file, "--set", f"companions={folders['z-image']}", "--dry-run", "--device", "cpu")
+    told = json_of("generate", *asked)
+    assert (told["steps"], told["guidance"]) == (9, 0.0)
+    shown = output_of("generate", *asked, "--steps", "3", "--guidance", "1.5")
+    assert re.search(r"^ +steps +3$", shown, re.MULTILINE)
+    assert re.search(r"^ +guidance +1\.5$", shown, re.MULTILINE)
+
+
+def test_help_and_message_list_the_same_endings(folders: Mapping[str, Path], here: Path) -> None:
+    told = json_of("generate", folders["z-image"], "--prompt", "a", "--out", here / "a.bmp", exit_code=2)
+    endings = told["expected"].removeprefix("a name that ends in ")
+    assert endings == ".png, .jpg, .jpeg or .webp; of a video an animated .png, .gif or .webp"
+    assert f"Where to write: {endings}." in " ".join(output_of("generate", "--help").split())
 
 
 def test_guidance_goes_by_the_familys_argument_with_a_negative_prompt(folders: Mapping[str, Path], here: Path) -> None:

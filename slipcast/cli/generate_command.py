@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 _PICTURES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 _VIDEOS = {".png": "PNG", ".gif": "GIF", ".webp": "WEBP"}
 _FRAME_RATE = 16.0
+
+
+def _endings(kinds: Mapping[str, str]) -> str:
+    *first, last = kinds
+    return f"{', '.join(first)} or {last}"
+
+
+_NAMES = f"{_endings(_PICTURES)}; of a video an animated {_endings(_VIDEOS)}"
+"""How the name of what is written may end."""
 
 
 class Size(click.ParamType[tuple[int, int]]):
@@ -59,7 +69,7 @@ class Size(click.ParamType[tuple[int, int]]):
     default=Path("slipcast.png"),
     show_default=True,
     metavar="FILE",
-    help="Where to write: .png, .jpg or .webp; of a video an animated .png, .gif or .webp.",
+    help=f"Where to write: {_NAMES}.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace what lies there.")
 @click.option("--dry-run", is_flag=True, help="Show the plan of all parts, and draw nothing.")
@@ -96,14 +106,14 @@ def command(
         width, height = size or (None, None)
         picture = _opened(image)
         asked_size = AskedSize(width, height, asked["frames"], None if picture is None else picture.size)
-        _show_plan(path, settings, asked_size, as_json)
+        _show_plan(path, settings, asked_size, asked["steps"], asked["guidance"], as_json)
         return
     if prompt is None:
         raise click.UsageError("Missing option '--prompt'.")
     if out.suffix.lower() not in _PICTURES | _VIDEOS:
         raise UnsupportedFileError(
             f"the name ends in {out.suffix or 'nothing'}",
-            expected=f"one of {', '.join(_PICTURES | _VIDEOS)}",
+            expected=f"a name that ends in {_NAMES}",
             hint="give --out another ending",
             path=out,
         )
@@ -170,7 +180,7 @@ def _format(out: Path, *, several: bool) -> str:
         raise UnsupportedFileError(
             f"{'several frames' if several else 'one picture'} for a {out.suffix} file, "
             f"which holds {'one picture' if several else 'several frames'}",
-            expected=f"a name that ends in one of {', '.join(kinds)}",
+            expected=f"a name that ends in {_endings(kinds)}",
             hint="give --out another ending",
             path=out,
         )
@@ -229,15 +239,19 @@ def _write(facts: dict[str, Any]) -> None:
     )
 
 
-def _show_plan(path: Path, settings: Settings, size: AskedSize, as_json: bool) -> None:
+def _show_plan(
+    path: Path, settings: Settings, size: AskedSize, steps: int | None, guidance: float | None, as_json: bool
+) -> None:
     found = find_pipeline(path, settings)
+    steps = found.sampling.steps if steps is None else steps
+    guidance = found.sampling.guidance if guidance is None else guidance
     from slipcast.engine.pipeline.pipeline_plan import make_pipeline_plan  # imports torch
 
     plan = make_pipeline_plan(path, settings, size, found=found)
     if as_json:
-        write_json(plan.to_json())
+        write_json({**plan.to_json(), "steps": steps, "guidance": guidance})
     else:
-        _write_plan(plan)
+        _write_plan(plan, steps, guidance)
 
 
 def _named(part: Companion) -> str:
@@ -246,12 +260,18 @@ def _named(part: Companion) -> str:
     return part.match.family.id + (f" ({part.match.variant})" if part.match.variant else "")
 
 
-def _write_plan(plan: PipelinePlan) -> None:
+def _write_plan(plan: PipelinePlan, steps: int | None, guidance: float | None) -> None:
     variant = f" ({plan.found.variant})" if plan.found.variant else ""
     write_heading(f"{plan.pipeline} of {plan.found.family.id}{variant}: {mebibytes(plan.nbytes)} MiB on {plan.device}")
     size = plan.policies.size
     frames = f", {size.frames} frames" if size.frames > 1 else ""
-    write_facts([("drawn at", f"{size.width} x {size.height} pixels{frames}")])
+    write_facts(
+        [
+            ("drawn at", f"{size.width} x {size.height} pixels{frames}"),
+            ("steps", "the pipeline's own number" if steps is None else str(steps)),
+            ("guidance", "the pipeline's own strength" if guidance is None else f"{guidance:g}"),
+        ]
+    )
     write_table(
         ("part", "what", "bytes", "precision", "found", "in"),
         (
