@@ -168,7 +168,7 @@ def execute(
     """
     reading = Reading.of(plan.settings)
     bundles = assemble(header).weights
-    _prepare_encoding(plan, bundles, reading.threads)  # first: libraries' imports swallow an interruption
+    _prepare_encoding(plan, bundles, reading.threads)  # it takes a while, with no file held open
     work = _Work(plan, bundles, _open(plan, header, bundles, reading), progress, cancelled)
     try:
         if isinstance(work.reader, WindowReader):

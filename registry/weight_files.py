@@ -79,9 +79,10 @@ def named_model(path: Path, *, limit_mib: int = 100) -> Path:
         names = list_folder(path)
         if CONFIG in names or index_around(path) is not None:
             return path
-        return path / choose_weights(path, names, limit_mib)
+        chosen = path / choose_weights(path, names, limit_mib)
     except SlipcastError:
         return path
+    return path if os.path.isdir(chosen) else chosen  # noqa: PTH112
 
 
 def _is_variant(stem: str, stems: set[str]) -> bool:
