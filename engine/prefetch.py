@@ -74,14 +74,12 @@ class PrefetchFetcher:
 
     def _begin(self, plans: Mapping[int, dict[str, slice | None]]) -> dict[int, Any]:
         """The loader of each file."""
+        for file in plans:
+            self._open(file)
         loaders: dict[int, Any] = {}
         try:
             for file, plan in plans.items():
-                self._open(file)
                 loaders[file] = self._files[file].prefetch(plan, device=str(self._device), threads=self._threads)
-        except SlipcastError:
-            _close(loaders)
-            raise
         except Exception as error:
             _close(loaders)
             raise self.failed(error) from error

@@ -144,18 +144,20 @@ def decide_chunk(requested: int | None, reader: Decision, header: Header) -> Dec
     """How large chunks are, in MiB of float32 elements. Engaged is a number."""
     if requested is not None:
         return Decision(requested=str(requested), engaged=str(requested), reason="as requested")
-    size, reason = _DEVICE_CHUNK_MIB, "a device takes longer for a chunk than what starts it"
     item = header.nbytes / max(sum(tensor.elements for tensor in header.tensors.values()), 1)
-    if reader.engaged == "file":
-        size, reason = _CHUNK_MIB, "a chunk stays in a core's share of the cache"
-    elif reader.engaged == "slabs" and item > _HALF:
-        size, reason = _WIDE_CHUNK_MIB, "a slab has to hold a chunk"
-    elif reader.engaged == "prefetch" and item >= _HALF:
-        size, reason = (
-            _LARGE_CHUNK_MIB,
-            "most weights whole: without codes to decode that takes no memory",
-        )
+    size, reason = _chunk_of(reader.engaged, item)
     return Decision(requested="auto", engaged=str(size), reason=reason)
+
+
+def _chunk_of(reader: str, item: float) -> tuple[int, str]:
+    """MiB of a chunk, and why, of a file whose items take so many bytes on average."""
+    if reader == "file":
+        return _CHUNK_MIB, "a chunk stays in a core's share of the cache"
+    if reader == "slabs" and item > _HALF:
+        return _WIDE_CHUNK_MIB, "a slab has to hold a chunk"
+    if reader == "prefetch" and item >= _HALF:
+        return _LARGE_CHUNK_MIB, "most weights whole: without codes to decode that takes no memory"
+    return _DEVICE_CHUNK_MIB, "a device takes longer for a chunk than what starts it"
 
 
 def decide_ahead(requested: int | None, reader: Decision, threads: int, chunk: Decision) -> Decision:
