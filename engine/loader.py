@@ -176,8 +176,9 @@ def execute(
         work.model = build_model(plan, take_model())  # this and what follows while the first windows are being read
         work.allocate()
         place(plan, work.model, work.tensors, mapped=False)
-        for step in _read(work, reading):
-            work.report(step)
+        with without_kernels():
+            for step in _read(work, reading):
+                work.report(step)
         _refuse_not_finite(work)
         place(plan, work.model, work.tensors, mapped=True)
         return finished(plan, work.model, work.tensors), work.seen()
@@ -239,7 +240,7 @@ def _read(work: _Work, reading: Reading) -> Iterator[Step]:
 
 def _do(work: _Work, step: Step) -> Step:
     """Do one step, in whatever thread."""
-    with torch.no_grad(), without_kernels():
+    with torch.no_grad():
         if step.action == "fill":
             _fill(work, step)
         elif step.action == "keep":

@@ -120,7 +120,7 @@ class Float8(ScaledCodec):
         if self.granularity != "none":
             by_row = self._under_scales(rows.flatten(1)), self._under_scales(out[CODES].flatten(1)), out[SCALE].view(-1)
             if self.defers(rows.device):
-                _encode_unseen(*by_row)
+                self._encode_unseen(*by_row)
             elif not native.encode_rows(*by_row):
                 super().encode_rows_into(rows, out, scratch)
             return
@@ -129,6 +129,16 @@ class Float8(ScaledCodec):
         values = prefix(scratch, rows).copy_(rows).clamp_(-self.largest, self.largest)
         out[CODES].flatten(1).copy_(values)
 
+    def _encode_unseen(self, rows: Tensor, codes: Tensor, scale: Tensor) -> None:
+        """Encode rows (``[n, K]``) with the bits of the other ways, in one pass that casts as it writes.
+
+        A scale is not finite where a value of its row is not.
+        """
+        rows = rows if rows.dtype.itemsize <= torch.float32.itemsize else rows.to(torch.float32)
+        amax = torch.linalg.vector_norm(rows, float("inf"), dim=1, dtype=torch.float32)
+        scale.copy_(scale_for(amax, self.largest))
+        torch.div(rows, scale[:, None], out=codes)
+
     def _round_into(self, codes: Tensor, quotients: Tensor) -> None:
         """Round by casting.
 
@@ -136,14 +146,3 @@ class Float8(ScaledCodec):
         than a rounding error, and all up to 464 round to 448.
         """
         codes.copy_(quotients)
-
-
-def _encode_unseen(rows: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Encode rows (``[n, K]``) with the bits of the other ways, in one pass that casts as it writes.
-
-    A scale is not finite where a value of its row is not.
-    """
-    rows = rows if rows.dtype.itemsize <= torch.float32.itemsize else rows.to(torch.float32)
-    amax = torch.linalg.vector_norm(rows, float("inf"), dim=1, dtype=torch.float32)
-    scale.copy_(scale_for(amax, torch.finfo(codes.dtype).max))
-    torch.div(rows, scale[:, None], out=codes)
